@@ -1,0 +1,40 @@
+"""JSON as a file format: duplicate keys, NaN, runaway nesting and bad UTF-8 are errors."""
+
+import json
+from typing import Any
+
+from colibri.errors import ColibriError
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:200]!r} appears twice")
+            seen.add(name)
+    return found
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+# strict: control characters inside strings are refused too.
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, strict=True)
+
+
+def parse_object(data: bytes, where: str, error: type[ColibriError]) -> dict[str, Any]:
+    """The JSON object in `data`, or `error` with `where` (a file) and what is wrong with it."""
+    try:
+        value = _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as why:
+        raise error(f"{where}: not UTF-8 text at byte {why.start}; the file is damaged") from why
+    except RecursionError as why:
+        raise error(f"{where}: JSON nested too deeply; the file is damaged") from why
+    except ValueError as why:
+        raise error(f"{where}: not valid JSON: {why}") from why
+    if not isinstance(value, dict):
+        raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
