@@ -1,0 +1,37 @@
+"""The errors a user may meet. Each message says what is wrong, where, and the next step."""
+
+
+class ColibriError(Exception):
+    """Base of every error colibri raises on purpose; the command line prints it and exits 1."""
+
+
+class UsageError(ColibriError):
+    """A flag, knob or argument that cannot be honoured."""
+
+
+class ConfigError(ColibriError):
+    """config.json (or a file beside it) is missing, malformed or describes another model."""
+
+
+class ContainerError(ColibriError):
+    """A shard is missing, truncated, malformed or does not fit the configuration."""
+
+
+class CoreError(ColibriError):
+    """The C core reported a failure: out of memory, a read error, an invalid request."""
+
+
+class ContextFull(ColibriError):
+    """More tokens than the session's context can hold."""
+
+
+class Cancelled(ColibriError):
+    """The running step was cancelled; the session is as it was before the step."""
+
+
+class TokenizerError(ColibriError):
+    """tokenizer.json is missing, broken or of a kind that cannot be decoded byte-exactly."""
+
+
+class SamplingError(ColibriError):
+    """No token can be chosen: every logit is NaN or infinite."""

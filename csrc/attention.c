@@ -1,0 +1,181 @@
+/* Absorbed multi-head latent attention: queries are carried into the latent space, so that the
+   cache holds kv_lora + rope floats a token, shared by all heads. */
+#include <math.h>
+#include <string.h>
+#include "core.h"
+
+enum { HEAD_GROUP = 8 }; /* heads that share one walk over the keys: 8 queries stay in L1 */
+
+typedef struct attention_job {
+    clb_session *s;
+    const clb_layer *layer;
+    const float *kv;   /* [context][kv_lora + rope] */
+    int64_t first, n;  /* rows [first, first + n) of the pass */
+    const clb_rows *rows;
+} attention_job;
+
+/* ---- keys --------------------------------------------------------------------------------- */
+
+static void finish_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *key = (float *)job->kv + (job->rows->cache_row + r) * (c->kv_lora + c->rope);
+        k->rmsnorm(key, job->layer->v[CLB_KV_A_NORM], c->rms_eps, c->kv_lora, key);
+        k->rope(key + c->kv_lora, s->angles + r * c->rope, c->rope / 2);
+    }
+}
+
+void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
+    const clb_model *m = s->model;
+    int64_t width = m->config.kv_lora + m->config.rope;
+    attention_job job = {s, layer, s->kv[number], 0, rows->n, rows};
+    clb_project(m, &layer->w[CLB_KV_A], &s->in_hidden, s->kv[number] + rows->cache_row * width,
+                width);
+    clb_parallel(m->pool, rows->n, 8, finish_keys, &job);
+    if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(s, layer, number, rows);
+}
+
+/* ---- queries into the latent space ----------------------------------------------------------- */
+
+/* absorbed[r][h] = [sum over nope rows of kv_b, in order | roped query], heads [begin, end). */
+static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
+    int64_t width = c->kv_lora + c->rope, head = c->nope + c->rope;
+    float *row = clb_thread_scratch(s, thread);
+    for (int64_t h = begin; h < end; h++) {
+        for (int64_t r = 0; r < job->n; r++) {
+            float *out = s->absorbed + (r * c->heads + h) * width;
+            const float *query = s->query + ((job->first + r) * c->heads + h) * head;
+            memset(out, 0, (size_t)c->kv_lora * sizeof *out);
+            memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
+        }
+        for (int64_t i = 0; i < c->nope; i++) {
+            k->dequantize_row(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, row);
+            for (int64_t r = 0; r < job->n; r++)
+                k->axpy(s->query[((job->first + r) * c->heads + h) * head + i], row,
+                        s->absorbed + (r * c->heads + h) * width, c->kv_lora);
+        }
+    }
+}
+
+/* ---- scores, softmax, weighted latents ---------------------------------------------------------- */
+
+static void attend_group(attention_job *job, int64_t r, int64_t first_head, int64_t heads,
+                         float *scores) {
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
+    const clb_selection *keys = &s->selected[job->first + r];
+    int64_t width = c->kv_lora + c->rope, count = keys->count;
+    float *latent = s->absorbed + (r * c->heads + first_head) * width; /* [heads][width] */
+    float scale = 1.0f / sqrtf((float)(c->nope + c->rope));
+    for (int64_t t = 0; t < count; t++) {
+        const float *key = job->kv + (keys->dense ? t : keys->index[t]) * width;
+        for (int64_t h = 0; h < heads; h++)
+            scores[h * count + t] = k->dot(latent + h * width, key, width) * scale;
+    }
+    for (int64_t h = 0; h < heads; h++) {
+        k->softmax(scores + h * count, count);
+        memset(latent + h * width, 0, (size_t)c->kv_lora * sizeof *latent);
+    }
+    for (int64_t t = 0; t < count; t++) {
+        const float *key = job->kv + (keys->dense ? t : keys->index[t]) * width;
+        for (int64_t h = 0; h < heads; h++)
+            k->axpy(scores[h * count + t], key, latent + h * width, c->kv_lora);
+    }
+}
+
+static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    int64_t heads = job->s->model->config.heads;
+    int64_t groups = (heads + HEAD_GROUP - 1) / HEAD_GROUP;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t first = i % groups * HEAD_GROUP;
+        int64_t n = heads - first < HEAD_GROUP ? heads - first : HEAD_GROUP;
+        attend_group(job, i / groups, first, n, clb_thread_scratch(job->s, thread));
+    }
+}
+
+/* heads_out[r][h] = value rows of kv_b times the weighted latent. */
+static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
+    int64_t width = c->kv_lora + c->rope;
+    float *row = clb_thread_scratch(s, thread);
+    for (int64_t h = begin; h < end; h++)
+        for (int64_t i = 0; i < c->v_head; i++) {
+            k->dequantize_row(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + c->nope + i,
+                              row);
+            for (int64_t r = 0; r < job->n; r++)
+                s->heads_out[((job->first + r) * c->heads + h) * c->v_head + i] =
+                    k->dot(row, s->absorbed + (r * c->heads + h) * width, c->kv_lora);
+        }
+}
+
+/* ---- one layer's attention ------------------------------------------------------------------------ */
+
+static void rope_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    int64_t head = c->nope + c->rope;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        for (int64_t h = 0; h < c->heads; h++)
+            s->model->kernels->rope(s->query + (r * c->heads + h) * head + c->nope,
+                                    s->angles + r * c->rope, c->rope / 2);
+}
+
+static void make_queries(clb_session *s, const clb_layer *layer, attention_job *job) {
+    const clb_model *m = s->model;
+    const clb_config *c = &m->config;
+    int64_t n = job->rows->n;
+    clb_project(m, &layer->w[CLB_Q_A], &s->in_hidden, s->q_latent, c->q_lora);
+    for (int64_t r = 0; r < n; r++) {
+        float *q = s->q_latent + r * c->q_lora;
+        m->kernels->rmsnorm(q, layer->v[CLB_Q_A_NORM], c->rms_eps, c->q_lora, q);
+    }
+    clb_input_set(&s->in_latent, s->q_latent, c->q_lora, n, c->q_lora);
+    clb_project(m, &layer->w[CLB_Q_B], &s->in_latent, s->query, layer->w[CLB_Q_B].rows);
+    clb_parallel(m->pool, n, 8, rope_queries, job);
+}
+
+/* Which keys each row attends to: given, shared with the full layer before, or chosen here. */
+static void choose_keys(clb_session *s, const clb_layer *layer, int64_t number,
+                        const clb_rows *rows) {
+    if (rows->frozen || layer->index_kind == CLB_INDEX_SHARED) return;
+    for (int64_t r = 0; r < rows->n; r++) {
+        s->selected[r].dense = true;
+        s->selected[r].count = (int32_t)(rows->cache_row + r + 1);
+    }
+    if (layer->index_kind == CLB_INDEX_FULL) clb_index_select(s, layer, number, rows);
+}
+
+void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
+    const clb_model *m = s->model;
+    const clb_config *c = &m->config;
+    attention_job job = {s, layer, s->kv[number], 0, 0, rows};
+    make_queries(s, layer, &job);
+    choose_keys(s, layer, number, rows);
+    for (job.first = 0; job.first < rows->n; job.first += CLB_ROW_BLOCK) {
+        int64_t left = rows->n - job.first;
+        job.n = left < CLB_ROW_BLOCK ? left : CLB_ROW_BLOCK;
+        clb_parallel(m->pool, c->heads, 1, absorb_queries, &job);
+        clb_parallel(m->pool, job.n * ((c->heads + HEAD_GROUP - 1) / HEAD_GROUP), 1, attend_rows,
+                     &job);
+        clb_parallel(m->pool, c->heads, 1, expand_values, &job);
+    }
+    for (int64_t r = 0; r < rows->n; r++)
+        s->counters.attended += s->selected[r].count * c->heads;
+    clb_input_set(&s->in_heads, s->heads_out, c->heads * c->v_head, rows->n, c->heads * c->v_head);
+    clb_project(m, &layer->w[CLB_O], &s->in_heads, s->branch, c->hidden);
+}

@@ -1,0 +1,135 @@
+/* colibri: the core's whole public face. Python sees this header and nothing else. */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+#include <stdint.h>
+
+/* ---- errors ------------------------------------------------------------------------------ */
+
+enum { CLB_OK, CLB_NO_MEMORY, CLB_IO, CLB_INVALID, CLB_CANCELLED, CLB_FULL };
+
+typedef struct clb_error {
+    int32_t code;
+    char text[508];
+} clb_error;
+
+/* ---- matrices ---------------------------------------------------------------------------- */
+
+enum { CLB_F32, CLB_BF16, CLB_F16, CLB_INT8, CLB_INT4, CLB_INT3, CLB_INT2, CLB_FORMATS };
+
+typedef struct clb_tensor { /* where a matrix [rows][cols] lies in a shard */
+    int32_t format;
+    int32_t scale_format; /* CLB_F32 or CLB_F16; unused by float formats */
+    int64_t rows, cols;
+    int64_t group;        /* inputs that share one scale; 0: the whole row */
+    int32_t shard, scale_shard;
+    int64_t offset, scale_offset; /* bytes from the start of the shard file */
+} clb_tensor;
+
+/* ---- model ------------------------------------------------------------------------------- */
+
+enum { CLB_INDEX_NONE, CLB_INDEX_FULL, CLB_INDEX_SHARED };
+
+typedef struct clb_config {
+    int64_t vocab, hidden, layers, has_mtp; /* the MTP layer is layer number `layers` */
+    int64_t intermediate, moe_intermediate, shared_experts;
+    int64_t experts, experts_per_token, groups, groups_kept;
+    int64_t heads, q_lora, kv_lora, nope, rope, v_head;
+    int64_t index_heads, index_dim, index_topk;
+    float rms_eps, index_eps, routed_scale;
+    int32_t normalize_topk, mtp_share_index;
+    const uint8_t *sparse;     /* [layers + has_mtp] 1: mixture of experts, 0: dense MLP */
+    const uint8_t *index_kind; /* [layers + has_mtp] CLB_INDEX_* */
+    const float *inv_freq;     /* [rope / 2] */
+} clb_config;
+
+enum { /* roles of a tensor; layer is -1 for the first three */
+    CLB_EMBED, CLB_HEAD, CLB_NORM,
+    CLB_INPUT_NORM, CLB_POST_NORM,
+    CLB_Q_A, CLB_Q_A_NORM, CLB_Q_B, CLB_KV_A, CLB_KV_A_NORM, CLB_KV_B, CLB_O,
+    CLB_INDEX_Q, CLB_INDEX_K, CLB_INDEX_K_NORM, CLB_INDEX_K_BIAS, CLB_INDEX_WEIGHTS,
+    CLB_GATE, CLB_UP, CLB_DOWN, /* the dense MLP, or the shared expert of a sparse layer */
+    CLB_ROUTER, CLB_ROUTER_BIAS,
+    CLB_EH, CLB_E_NORM, CLB_H_NORM, CLB_HEAD_NORM, /* MTP layer only */
+    CLB_ROLES
+};
+
+typedef struct clb_model clb_model;
+
+int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads,
+                      clb_model **model, clb_error *error);
+void clb_model_free(clb_model *model);
+const char *clb_model_isa(const clb_model *model);
+int32_t clb_isa_available(const char *isa); /* "scalar", "avx2", "avx512", "neon" */
+
+int32_t clb_model_add_shard(clb_model *model, const char *path, int64_t size, clb_error *error);
+int32_t clb_model_set(clb_model *model, int32_t layer, int32_t role, const clb_tensor *tensor,
+                      clb_error *error);
+/* tensors: [experts][3], gate, up, down */
+int32_t clb_model_set_experts(clb_model *model, int32_t layer, const clb_tensor *tensors,
+                              clb_error *error);
+/* Copies the dense part of one layer (-1: embedding, head, final norm) into RAM. */
+int32_t clb_model_load(clb_model *model, int32_t layer, int64_t *bytes, clb_error *error);
+
+/* ---- session ----------------------------------------------------------------------------- */
+
+typedef struct clb_session clb_session;
+
+enum { CLB_LOGITS_NONE, CLB_LOGITS_LAST, CLB_LOGITS_ALL };
+enum { CLB_CACHE_KV, CLB_CACHE_INDEX };
+
+typedef struct clb_counters {
+    int64_t forwards, rows;                 /* step_all calls and their rows */
+    int64_t expert_uses, expert_bytes;      /* distinct experts computed, and their bytes */
+    int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */
+    int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
+} clb_counters;
+
+int32_t clb_session_new(clb_model *model, int64_t context, int64_t max_rows,
+                        clb_session **session, clb_error *error);
+void clb_session_free(clb_session *session);
+int64_t clb_session_bytes(const clb_session *session);
+int64_t clb_session_length(const clb_session *session);
+int32_t clb_session_rewind(clb_session *session, int64_t length, clb_error *error);
+/* Cancelling: a flag any thread may set, or a file descriptor that becomes readable (-1: none);
+   both are polled between layers. */
+void clb_session_cancel(clb_session *session, int32_t on);
+void clb_session_watch(clb_session *session, int32_t fd);
+const clb_counters *clb_session_counters(const clb_session *session);
+
+/* Runs rows ids[n] at positions length.. and appends them. logits: [0 | 1 | n][vocab].
+   On any error the length is unchanged and the session stays usable. */
+int32_t clb_step_all(clb_session *session, const int32_t *ids, int64_t n, int32_t want,
+                     float *logits, clb_error *error);
+/* Post-norm hidden of the last step's rows: [n][hidden]; valid until the next step. */
+const float *clb_session_hidden(const clb_session *session);
+
+/* Views for tests, saving and traces. cache: [context][width]; NULL when the layer has none. */
+float *clb_session_cache(clb_session *session, int32_t layer, int32_t kind, int64_t *width);
+/* Experts of the last step: [rows][experts_per_token], ascending ids; NULL for a dense layer. */
+const int32_t *clb_session_experts(const clb_session *session, int32_t layer);
+/* When set, step_all also stores every layer's index set: [layers + has_mtp][max_rows][index_topk + 1],
+   count first, then ascending positions. count is -1 where all earlier keys are attended. */
+int32_t clb_session_capture(clb_session *session, int32_t on, clb_error *error);
+const int32_t *clb_session_captured(const clb_session *session, int32_t layer, int64_t row);
+
+/* ---- MTP layer --------------------------------------------------------------------------- */
+
+/* Length of the MTP cache: row j holds (hidden of position j, token j + 1). */
+int64_t clb_mtp_length(const clb_session *session);
+int32_t clb_mtp_rewind(clb_session *session, int64_t length, clb_error *error);
+/* Appends rows for n verified positions: hidden [n][H] post-norm of positions mtp_length..,
+   next[n] the token that follows each. logits (may be NULL): of the last row; draft_hidden
+   (may be NULL) [H]: its post-norm output, to be recycled by clb_mtp_draft. */
+int32_t clb_mtp_absorb(clb_session *session, const float *hidden, const int32_t *next, int64_t n,
+                       float *logits, float *draft_hidden, clb_error *error);
+/* One draft step g >= 1 after absorb: token and recycled hidden in, logits and hidden out. */
+int32_t clb_mtp_draft(clb_session *session, int32_t token, int64_t step, float *hidden,
+                      float *logits, clb_error *error);
+
+/* ---- one linear, for tests and benchmarks -------------------------------------------------- */
+
+/* y[s][rows] = W x[s][cols], with data and scales in memory; isa NULL: the best. */
+int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t *data,
+                        const void *scales, const float *x, int64_t s, float *y, clb_error *error);
+
+#endif

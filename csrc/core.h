@@ -1,0 +1,186 @@
+/* Inside the core: the structs that model.c, session.c and the layer files share. */
+#ifndef CLB_CORE_H
+#define CLB_CORE_H
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include "colibri.h"
+#include "kernels.h"
+#include "threads.h"
+
+/* ---- limits ------------------------------------------------------------------------------- */
+
+enum {
+    CLB_MAX_LAYERS = 512,
+    CLB_MAX_EXPERTS = 4096,
+    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once: bounds its scratch */
+    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once when few rows run */
+};
+
+/* ---- model -------------------------------------------------------------------------------- */
+
+typedef struct clb_shard {
+    char *path;
+    int fd;
+    int64_t size;
+    const uint8_t *map; /* [size] */
+} clb_shard;
+
+typedef struct clb_expert {
+    clb_matrix gate, up, down; /* [moe_intermediate][hidden] twice, [hidden][moe_intermediate] */
+} clb_expert;
+
+typedef struct clb_layer {
+    clb_tensor spec[CLB_ROLES];
+    bool given[CLB_ROLES];
+    clb_matrix w[CLB_ROLES];     /* in memory once loaded */
+    const float *v[CLB_ROLES];   /* norms, biases: f32 */
+    uint8_t *memory;             /* owns what w and v point to */
+    clb_expert *experts;         /* [experts], views into the mapped shards */
+    atomic_uchar *populated;     /* [experts] its pages were asked for once */
+    bool sparse, loaded;
+    uint8_t index_kind;
+    int64_t dense_bytes;         /* weights read by one step, routed experts excluded */
+    int64_t expert_bytes;        /* one routed expert, scales included */
+} clb_layer;
+
+struct clb_model {
+    clb_config config; /* its pointers are NULL; see the arrays below */
+    float *inv_freq;   /* [rope / 2] */
+    const clb_kernels *kernels;
+    clb_pool *pool;
+    clb_shard *shards;
+    int32_t shard_count;
+    int64_t layer_count; /* layers + has_mtp */
+    clb_layer *layers;   /* [layer_count] */
+    clb_layer top;       /* embedding, final norm, head */
+};
+
+/* ---- activations and scratch ---------------------------------------------------------------- */
+
+typedef struct clb_input { /* rows that feed one or more matrices, quantised when first asked */
+    clb_acts form[2];      /* by clb_order */
+    bool ready[2];
+    int64_t rows, cols, capacity;
+    const float *x;
+    int64_t stride;
+} clb_input;
+
+typedef struct clb_selection { /* the keys one row attends to */
+    int32_t count;
+    bool dense;     /* 0..count-1; else the ascending list */
+    int32_t *index; /* [index_topk] */
+} clb_selection;
+
+typedef struct clb_route { /* the experts of one row, ascending */
+    int32_t *expert; /* [rows][experts_per_token] */
+    float *weight;   /* [rows][experts_per_token] */
+} clb_route;
+
+typedef struct clb_pair {
+    int32_t expert, row;
+    float weight;
+} clb_pair;
+
+struct clb_session {
+    clb_model *model;
+    int64_t context, max_rows, length, mtp_length, bytes;
+    float **kv;          /* [layer_count] each [context][kv_lora + rope] */
+    float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
+    float *hidden;       /* [max_rows][hidden] post-norm, of the last step */
+    float *angles;       /* [max_rows][rope / 2][2] */
+    atomic_int cancelled;
+    int32_t watch_fd;
+    clb_counters counters;
+    /* scratch of one step */
+    float *x, *normed, *branch;        /* [max_rows][hidden] */
+    float *concat;                     /* [max_rows][2 * hidden], MTP only */
+    float *q_latent;                   /* [max_rows][q_lora] */
+    float *query;                      /* [max_rows][heads * (nope + rope)] */
+    float *absorbed;                   /* [ROW_BLOCK][heads][kv_lora + rope] */
+    float *heads_out;                  /* [max_rows][heads * v_head] */
+    float *index_query, *index_weight; /* [max_rows][index_heads * index_dim], [max_rows][index_heads] */
+    float *index_score;                /* [ROW_BLOCK][context] */
+    uint64_t *index_order;             /* [threads][context] */
+    float *gate, *up;                  /* [mlp_rows][widest of the MLPs] */
+    float *router;                     /* [max_rows][experts] */
+    float *pair_out;                   /* [pair_rows][hidden] */
+    clb_pair *pairs;                   /* [max_rows * experts_per_token] */
+    clb_selection *selected;           /* [max_rows] */
+    int32_t *selected_index;           /* [max_rows][index_topk] */
+    clb_selection mtp_seed;            /* set of the last absorbed row, for shared drafts */
+    int32_t *mtp_seed_index;           /* [index_topk] */
+    clb_route *routes;                 /* [layer_count] */
+    int32_t *captured;                 /* [layer_count][max_rows][index_topk + 1] or NULL */
+    float *thread_scratch;             /* [threads][thread_floats] */
+    int64_t thread_floats;
+    int64_t pair_rows;
+    clb_input in_hidden, in_latent, in_heads, in_mlp, in_pairs, in_inner, in_head, in_concat;
+};
+
+/* ---- error.c ------------------------------------------------------------------------------ */
+
+int32_t clb_fail(clb_error *error, int32_t code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+bool clb_mul(int64_t a, int64_t b, int64_t *product); /* false on overflow or a negative factor */
+
+/* ---- shard.c ------------------------------------------------------------------------------ */
+
+int32_t clb_shard_open(clb_shard *shard, const char *path, int64_t size, clb_error *error);
+void clb_shard_close(clb_shard *shard);
+int32_t clb_shard_read(const clb_shard *shard, int64_t offset, int64_t n, uint8_t *out,
+                       clb_error *error);
+/* Asks the system for pages [p, p + n) at once; an I/O error is reported, never a signal. */
+int32_t clb_populate(const uint8_t *p, int64_t n);
+
+/* ---- tensor.c ----------------------------------------------------------------------------- */
+
+int32_t clb_tensor_check(const clb_tensor *tensor, clb_matrix *shape, clb_error *error);
+bool clb_is_float(int32_t format);
+
+/* ---- linear.c ----------------------------------------------------------------------------- */
+
+int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes);
+void clb_input_free(clb_input *input);
+void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t rows, int64_t cols);
+/* The form of the input that w's format wants, quantising it if that has not happened yet. */
+const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format);
+void clb_project(const clb_model *model, const clb_matrix *w, clb_input *input, float *y,
+                 int64_t y_stride);
+
+/* ---- the parts of a layer ------------------------------------------------------------------ */
+
+typedef struct clb_rows { /* the rows of one pass through one layer */
+    int64_t n;
+    int64_t position;  /* of row 0, for RoPE; row r is at position + r */
+    int64_t cache_row; /* where row 0's keys go */
+    bool frozen;       /* no keys are written, the selection is given (shared draft) */
+} clb_rows;
+
+/* Keys and values of the rows in s->in_hidden go to the caches. */
+void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows);
+/* s->branch = attention of the rows in s->in_hidden, whose keys are in the caches. */
+void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows);
+void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
+                     const clb_rows *rows);
+/* Fills s->selected for the rows in s->in_hidden and s->in_latent. */
+void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
+                      const clb_rows *rows);
+void clb_route_rows(clb_session *s, const clb_layer *layer, int64_t number, int64_t n);
+int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error);
+void clb_mlp(clb_session *s, const clb_layer *layer, int64_t n, float *y);
+/* s->normed = norm(s->x), as the input of the layer's attention. */
+void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n);
+/* From clb_attention_input on: x += attention; x += mlp(norm(x)). */
+int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error);
+bool clb_cancelled(clb_session *s);
+int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error);
+void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride);
+void clb_add_rows(clb_session *s, const float *branch, int64_t n);
+void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits);
+void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int64_t n, float *y,
+                      int64_t y_stride);
+void clb_set_angles(clb_session *s, const clb_rows *rows);
+float *clb_thread_scratch(clb_session *s, int32_t thread);
+
+#endif

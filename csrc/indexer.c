@@ -1,0 +1,144 @@
+/* DSA: a light scorer chooses the index_topk keys each row attends to (DeepSeek-V3.2's lightning
+   indexer; full layers choose, shared layers reuse the choice). */
+#include <math.h>
+#include <string.h>
+#include "core.h"
+
+enum { KEY_TILE = 256 }; /* keys scored by one task */
+
+typedef struct index_job {
+    clb_session *s;
+    const float *keys;    /* [context][index_dim] */
+    int64_t first, n;     /* rows [first, first + n) of the pass */
+    int64_t tiles;
+    int64_t cache_row;
+} index_job;
+
+typedef struct index_key_job {
+    clb_session *s;
+    const clb_layer *layer;
+    float *keys; /* of row 0 */
+} index_key_job;
+
+static void finish_index_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    index_key_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *key = job->keys + r * c->index_dim;
+        k->layernorm(key, job->layer->v[CLB_INDEX_K_NORM], job->layer->v[CLB_INDEX_K_BIAS],
+                     c->index_eps, c->index_dim, key);
+        k->rope(key, s->angles + r * c->rope, c->rope / 2);
+    }
+}
+
+void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
+                     const clb_rows *rows) {
+    int64_t dim = s->model->config.index_dim;
+    index_key_job job = {s, layer, s->index_keys[number] + rows->cache_row * dim};
+    clb_project(s->model, &layer->w[CLB_INDEX_K], &s->in_hidden, job.keys, dim);
+    clb_parallel(s->model->pool, rows->n, 8, finish_index_keys, &job);
+}
+
+/* ---- scores ---------------------------------------------------------------------------------- */
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    index_job *job = arg;
+    clb_session *s = job->s;
+    const clb_config *c = &s->model->config;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
+        int64_t last = least(first + KEY_TILE, job->cache_row + row + 1);
+        if (first >= last) continue;
+        s->model->kernels->index_scores(s->index_query + row * c->index_heads * c->index_dim,
+                                        s->index_weight + row * c->index_heads, c->index_heads,
+                                        c->index_dim, job->keys, first, last,
+                                        s->index_score + r * s->context + first);
+    }
+}
+
+/* ---- the topk best, ascending ------------------------------------------------------------------ */
+
+/* Smaller is better: higher score first, then the lower position. NaN ranks last. */
+static uint64_t rank_of(float score, int64_t position) {
+    uint32_t bits;
+    score = score != score ? -INFINITY : score + 0.0f; /* -0 and +0 tie */
+    memcpy(&bits, &score, sizeof bits);
+    bits = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
+    return (uint64_t)bits << 32 | (uint64_t)position;
+}
+
+/* The k-th smallest (k from 0) of n distinct values; reorders them. */
+static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        uint64_t pivot = v[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (v[i] < pivot) i++;
+            while (v[j] > pivot) j--;
+            if (i > j) break;
+            uint64_t t = v[i];
+            v[i++] = v[j];
+            v[j--] = t;
+        }
+        if (k <= j) high = j;
+        else if (k >= i) low = i;
+        else break;
+    }
+    return v[k];
+}
+
+static void select_row(clb_session *s, const float *score, clb_selection *out, uint64_t *order) {
+    int64_t n = out->count, topk = s->model->config.index_topk, kept = 0;
+    for (int64_t t = 0; t < n; t++) order[t] = rank_of(score[t], t);
+    uint64_t limit = kth_smallest(order, n, topk - 1);
+    for (int64_t t = 0; t < n; t++)
+        if (rank_of(score[t], t) <= limit) out->index[kept++] = (int32_t)t;
+    out->count = (int32_t)kept;
+    out->dense = false;
+}
+
+static void select_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    index_job *job = arg;
+    clb_session *s = job->s;
+    for (int64_t r = begin; r < end; r++) {
+        clb_selection *row = &s->selected[job->first + r];
+        if (row->count > s->model->config.index_topk)
+            select_row(s, s->index_score + r * s->context, row, s->index_order + thread * s->context);
+    }
+}
+
+static void make_index_queries(clb_session *s, const clb_layer *layer, int64_t n) {
+    const clb_model *m = s->model;
+    const clb_config *c = &m->config;
+    float scale = 1.0f / sqrtf((float)c->index_heads * (float)c->index_dim);
+    clb_project(m, &layer->w[CLB_INDEX_Q], &s->in_latent, s->index_query,
+                c->index_heads * c->index_dim);
+    clb_project(m, &layer->w[CLB_INDEX_WEIGHTS], &s->in_hidden, s->index_weight, c->index_heads);
+    m->kernels->scale(scale, s->index_weight, n * c->index_heads);
+    for (int64_t i = 0; i < n * c->index_heads; i++)
+        m->kernels->rope(s->index_query + i * c->index_dim,
+                         s->angles + i / c->index_heads * c->rope, c->rope / 2);
+}
+
+void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
+                      const clb_rows *rows) {
+    const clb_config *c = &s->model->config;
+    if (rows->cache_row + rows->n <= c->index_topk) return; /* every row attends to all */
+    make_index_queries(s, layer, rows->n);
+    for (int64_t first = 0; first < rows->n; first += CLB_ROW_BLOCK) {
+        index_job job = {s, s->index_keys[number], first, least(CLB_ROW_BLOCK, rows->n - first), 0,
+                         rows->cache_row};
+        job.tiles = (rows->cache_row + first + job.n + KEY_TILE - 1) / KEY_TILE;
+        for (int64_t r = 0; r < job.n; r++)
+            s->counters.index_scores += rows->cache_row + first + r + 1;
+        clb_parallel(s->model->pool, job.n * job.tiles, 1, score_tiles, &job);
+        clb_parallel(s->model->pool, job.n, 1, select_rows, &job);
+    }
+}

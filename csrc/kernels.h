@@ -1,0 +1,70 @@
+/* The arithmetic that defines the bits, as one table of functions per instruction set.
+   kernels_scalar.c is the definition; every other table gives the same bits (docs/arithmetic.md). */
+#ifndef CLB_KERNELS_H
+#define CLB_KERNELS_H
+#include <stdint.h>
+#include "colibri.h"
+
+enum { CLB_LANES = 16, CLB_BLOCK = 64 };
+
+typedef struct clb_matrix { /* a matrix in memory, any alignment */
+    int32_t format, scale_format;
+    int64_t rows, cols;
+    int64_t group;      /* 0: one scale a row */
+    int64_t row_bytes;  /* payload bytes of one row */
+    int64_t row_scales; /* scales of one row */
+    const uint8_t *data;   /* [rows][row_bytes] */
+    const uint8_t *scales; /* [rows][row_scales] of scale_format */
+} clb_matrix;
+
+typedef struct clb_acts { /* S rows of activations, in the form a format's kernel wants */
+    int64_t rows, cols, blocks; /* blocks = ceil(cols / 64) */
+    const float *x;             /* [rows][x_stride]: float formats read this */
+    int64_t x_stride;
+    int8_t *q;      /* [rows][blocks][64], zero padded; order by format, see clb_order */
+    float *scale;   /* [rows][blocks] */
+    int32_t *start; /* [rows][blocks][16]: -offset * (sum of the lane's four q) */
+} clb_acts;
+
+/* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4 (offset 8).
+   CLB_NATURAL: 0..63, for int8 (offset 128), int3 and int2 (offset 0: unpacked to signed). */
+typedef enum { CLB_NATURAL, CLB_EVEN_ODD } clb_order;
+
+/* Output rows [first, last) for every row of x: y[r * y_stride + o]. Each output is a function of
+   its own weights and its own row of x alone, whatever the other arguments. */
+typedef void clb_linear_fn(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
+                           float *y, int64_t y_stride);
+
+typedef struct clb_kernels {
+    const char *isa;
+    clb_linear_fn *linear[CLB_FORMATS];
+    void (*quantize)(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
+                     int32_t *start);
+    void (*dequantize_row)(const clb_matrix *w, int64_t row, float *out); /* [cols] */
+    float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */
+    void (*axpy)(float a, const float *x, float *y, int64_t n);         /* y = fma(a, x, y) */
+    void (*scale)(float a, float *x, int64_t n);                        /* x = a * x */
+    void (*add)(const float *x, float *y, int64_t n);                   /* y = y + x */
+    void (*rmsnorm)(const float *x, const float *gain, float eps, int64_t n, float *y);
+    void (*layernorm)(const float *x, const float *gain, const float *bias, float eps, int64_t n,
+                      float *y);
+    void (*softmax)(float *x, int64_t n);                               /* in place */
+    void (*sigmoid)(const float *x, int64_t n, float *y);
+    void (*swiglu)(const float *gate, const float *up, int64_t n, float *y);
+    void (*rope)(float *v, const float *cos_sin, int64_t half); /* pairs in place; [half][2] */
+    /* Index scores of keys [first, last): out[s - first] = sum over m in order of
+       fma(weight[m], max(0, dot(q + m * dim, keys + s * dim)), acc). */
+    void (*index_scores)(const float *q, const float *weight, int64_t heads, int64_t dim,
+                         const float *keys, int64_t first, int64_t last, float *out);
+} clb_kernels;
+
+const clb_kernels *clb_kernels_find(const char *isa); /* NULL name: best; NULL result: not here */
+const clb_kernels *clb_kernels_scalar(void);
+const clb_kernels *clb_kernels_avx2(void);   /* NULL when the processor or build lacks it */
+const clb_kernels *clb_kernels_avx512(void);
+const clb_kernels *clb_kernels_neon(void);
+
+/* cos and sin of float(position) * inv_freq[j]: out [half][2]. One code for every ISA. */
+void clb_rope_angles(int64_t position, const float *inv_freq, int64_t half, float *out);
+
+#endif

@@ -1,0 +1,100 @@
+#include <stdlib.h>
+#include <string.h>
+#include "core.h"
+
+enum { ROWS_A_CHUNK = 16 }; /* output rows: below this, handing work over costs more than doing it */
+
+static clb_order order_of(int32_t format) {
+    return format == CLB_INT4 ? CLB_EVEN_ODD : CLB_NATURAL;
+}
+
+/* ---- rows of activations ------------------------------------------------------------------- */
+
+int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes) {
+    int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK, n;
+    memset(input, 0, sizeof *input);
+    if (!clb_mul(capacity, blocks * CLB_BLOCK, &n)) return CLB_NO_MEMORY;
+    input->capacity = capacity;
+    for (int i = 0; i < 2; i++) {
+        clb_acts *a = &input->form[i];
+        a->q = malloc((size_t)n);
+        a->scale = malloc((size_t)(capacity * blocks) * sizeof *a->scale);
+        a->start = malloc((size_t)(capacity * blocks * CLB_LANES) * sizeof *a->start);
+        if (!a->q || !a->scale || !a->start) return CLB_NO_MEMORY;
+    }
+    *bytes += 2 * (n + capacity * blocks * (4 + 4 * CLB_LANES));
+    return CLB_OK;
+}
+
+void clb_input_free(clb_input *input) {
+    for (int i = 0; i < 2; i++) {
+        free(input->form[i].q);
+        free(input->form[i].scale);
+        free(input->form[i].start);
+    }
+}
+
+void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t rows, int64_t cols) {
+    input->x = x;
+    input->stride = stride;
+    input->rows = rows;
+    input->cols = cols;
+    for (int i = 0; i < 2; i++) {
+        clb_acts *a = &input->form[i];
+        a->rows = rows;
+        a->cols = cols;
+        a->blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK;
+        a->x = x;
+        a->x_stride = stride;
+        input->ready[i] = false;
+    }
+}
+
+typedef struct quantize_job {
+    const clb_kernels *kernels;
+    clb_acts *acts;
+    int32_t format;
+} quantize_job;
+
+static void quantize_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    quantize_job *job = arg;
+    clb_acts *a = job->acts;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        job->kernels->quantize(a->x + r * a->x_stride, a->cols, job->format,
+                               a->q + r * a->blocks * CLB_BLOCK, a->scale + r * a->blocks,
+                               a->start + r * a->blocks * CLB_LANES);
+}
+
+const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format) {
+    clb_order order = order_of(format);
+    clb_acts *acts = &input->form[order];
+    if (clb_is_float(format) || input->ready[order]) return acts;
+    /* int3 and int2 share int8's order and ignore its start values */
+    quantize_job job = {model->kernels, acts, order == CLB_NATURAL ? CLB_INT8 : CLB_INT4};
+    clb_parallel(model->pool, acts->rows, 4, quantize_rows, &job);
+    input->ready[order] = true;
+    return acts;
+}
+
+/* ---- y = W x ------------------------------------------------------------------------------- */
+
+typedef struct linear_job {
+    const clb_kernels *kernels;
+    const clb_matrix *w;
+    const clb_acts *acts;
+    float *y;
+    int64_t y_stride;
+} linear_job;
+
+static void linear_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    linear_job *job = arg;
+    (void)thread;
+    job->kernels->linear[job->w->format](job->w, job->acts, begin, end, job->y, job->y_stride);
+}
+
+void clb_project(const clb_model *model, const clb_matrix *w, clb_input *input, float *y,
+                 int64_t y_stride) {
+    linear_job job = {model->kernels, w, clb_input_form(model, input, w->format), y, y_stride};
+    clb_parallel(model->pool, w->rows, ROWS_A_CHUNK, linear_rows, &job);
+}

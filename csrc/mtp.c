@@ -1,0 +1,106 @@
+/* The multi-token-prediction layer: absorb verified rows, then draft step by step.
+   Row j joins the hidden of position j with the embedding of token j + 1 (embedding half first). */
+#include <string.h>
+#include "core.h"
+
+static int32_t check_mtp(const clb_session *s, int64_t last_row, clb_error *error) {
+    if (!s->model->config.has_mtp)
+        return clb_fail(error, CLB_INVALID, "this model was opened without its MTP layer");
+    if (last_row >= s->context)
+        return clb_fail(error, CLB_FULL, "MTP row %lld is outside the context of %lld",
+                        (long long)last_row, (long long)s->context);
+    return CLB_OK;
+}
+
+int64_t clb_mtp_length(const clb_session *s) { return s->mtp_length; }
+
+int32_t clb_mtp_rewind(clb_session *s, int64_t length, clb_error *error) {
+    if (length < 0 || length > s->mtp_length)
+        return clb_fail(error, CLB_INVALID, "cannot rewind the MTP cache from %lld to %lld",
+                        (long long)s->mtp_length, (long long)length);
+    s->mtp_length = length;
+    return CLB_OK;
+}
+
+/* x = W_eh [ rms(embedding) ; rms(hidden) ] for n rows, and the attention input made of it. */
+static void join(clb_session *s, const float *hidden, const int32_t *tokens, const clb_rows *rows) {
+    const clb_model *m = s->model;
+    const clb_layer *layer = &m->layers[m->config.layers];
+    int64_t width = m->config.hidden;
+    clb_embed(s, tokens, rows->n, s->x, width);
+    clb_rmsnorm_rows(m, s->x, layer->v[CLB_E_NORM], rows->n, s->concat, 2 * width);
+    clb_rmsnorm_rows(m, hidden, layer->v[CLB_H_NORM], rows->n, s->concat + width, 2 * width);
+    clb_input_set(&s->in_concat, s->concat, 2 * width, rows->n, 2 * width);
+    clb_project(m, &layer->w[CLB_EH], &s->in_concat, s->x, width);
+    clb_set_angles(s, rows);
+    clb_attention_input(s, layer, rows->n);
+}
+
+/* From the attention on, for the one row in s->x: its post-norm output and logits. */
+static int32_t finish_row(clb_session *s, const clb_rows *row, float *logits, float *draft_hidden,
+                          clb_error *error) {
+    const clb_model *m = s->model;
+    int64_t number = m->config.layers;
+    int32_t code = clb_layer_finish(s, number, row, error);
+    if (code) return code;
+    clb_rmsnorm_rows(m, s->x, m->layers[number].v[CLB_HEAD_NORM], 1, s->normed, m->config.hidden);
+    if (draft_hidden) memcpy(draft_hidden, s->normed, (size_t)m->config.hidden * sizeof(float));
+    if (logits) clb_head(s, s->normed, 1, logits);
+    return CLB_OK;
+}
+
+static void keep_seed(clb_session *s) {
+    const clb_selection *set = &s->selected[0];
+    s->mtp_seed.count = set->count;
+    s->mtp_seed.dense = set->dense;
+    s->mtp_seed.index = s->mtp_seed_index;
+    if (!set->dense)
+        memcpy(s->mtp_seed_index, set->index, (size_t)set->count * sizeof *set->index);
+}
+
+int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
+                       float *logits, float *draft_hidden, clb_error *error) {
+    const clb_model *m = s->model;
+    int64_t width = m->config.hidden;
+    int32_t code = check_mtp(s, s->mtp_length + n - 1, error);
+    if (!code) code = clb_check_ids(s, next, n, error);
+    if (code) return code;
+    clb_rows rows = {.n = n, .position = s->mtp_length, .cache_row = s->mtp_length};
+    join(s, hidden, next, &rows);
+    clb_write_keys(s, &m->layers[m->config.layers], m->config.layers, &rows);
+    if (logits || draft_hidden) { /* only the last row is ever asked for its output */
+        clb_rows last = {.n = 1, .position = rows.position + n - 1, .cache_row = rows.cache_row + n - 1};
+        memmove(s->x, s->x + (n - 1) * width, (size_t)width * sizeof *s->x);
+        clb_set_angles(s, &last);
+        clb_attention_input(s, &m->layers[m->config.layers], 1);
+        code = finish_row(s, &last, logits, draft_hidden, error);
+        if (code) return code;
+        keep_seed(s);
+    }
+    s->mtp_length += n;
+    return CLB_OK;
+}
+
+int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
+                      clb_error *error) {
+    const clb_model *m = s->model;
+    int64_t number = m->config.layers, row = s->mtp_length - 1 + step;
+    int32_t code = check_mtp(s, row, error);
+    if (!code) code = clb_check_ids(s, &token, 1, error);
+    if (!code && (step < 1 || s->mtp_length < 1 || s->mtp_seed.count < 1))
+        code = clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
+    if (code) return code;
+    clb_rows rows = {.n = 1, .position = row, .cache_row = row,
+                     .frozen = m->config.mtp_share_index};
+    join(s, hidden, &token, &rows);
+    if (rows.frozen) {
+        s->selected[0].count = s->mtp_seed.count;
+        s->selected[0].dense = s->mtp_seed.dense;
+        if (!s->mtp_seed.dense)
+            memcpy(s->selected[0].index, s->mtp_seed_index,
+                   (size_t)s->mtp_seed.count * sizeof *s->mtp_seed_index);
+    } else {
+        clb_write_keys(s, &m->layers[number], number, &rows);
+    }
+    return finish_row(s, &rows, logits, hidden, error);
+}

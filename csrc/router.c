@@ -1,0 +1,82 @@
+/* The router: sigmoid scores, groups, a bias that selects only, top-k, normalised weights. */
+#include <math.h>
+#include <stdlib.h>
+#include "core.h"
+
+typedef struct route_job {
+    clb_session *s;
+    const clb_layer *layer;
+    clb_route *route;
+} route_job;
+
+/* Best of choice[first, last) that is not yet -inf; the lowest index wins ties. -1: none left. */
+static int32_t best_of(const float *choice, int64_t first, int64_t last) {
+    int32_t best = -1;
+    for (int64_t e = first; e < last; e++)
+        if (choice[e] > -INFINITY && (best < 0 || choice[e] > choice[best])) best = (int32_t)e;
+    return best;
+}
+
+/* A group's score is the sum of its two best choices. */
+static float group_score(float *choice, int64_t first, int64_t last) {
+    int32_t a = best_of(choice, first, last);
+    float top = choice[a];
+    choice[a] = -INFINITY;
+    int32_t b = best_of(choice, first, last);
+    choice[a] = top;
+    return b < 0 ? top : top + choice[b];
+}
+
+/* Leaves -inf in every group but the groups_kept best. */
+static void keep_groups(const clb_config *c, float *choice) {
+    int64_t size = c->experts / c->groups;
+    float score[CLB_MAX_EXPERTS];
+    if (c->groups_kept == c->groups) return;
+    for (int64_t g = 0; g < c->groups; g++) score[g] = group_score(choice, g * size, (g + 1) * size);
+    for (int64_t kept = 0; kept < c->groups_kept; kept++) score[best_of(score, 0, c->groups)] = NAN;
+    for (int64_t e = 0; e < c->experts; e++)
+        if (score[e / size] == score[e / size]) choice[e] = -INFINITY;
+}
+
+static int by_id(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }
+
+/* score: sigmoid of the router's logits, [experts]. */
+static void route_row(const clb_config *c, const float *score, const float *bias, int32_t *expert,
+                      float *weight) {
+    float choice[CLB_MAX_EXPERTS], sum = 0.0f;
+    int64_t k = c->experts_per_token;
+    for (int64_t e = 0; e < c->experts; e++) {
+        choice[e] = score[e] + bias[e];
+        if (!(choice[e] >= -3e38f)) choice[e] = -3e38f; /* NaN: last, but still a choice */
+    }
+    keep_groups(c, choice);
+    for (int64_t i = 0; i < k; i++) {
+        expert[i] = best_of(choice, 0, c->experts);
+        choice[expert[i]] = -INFINITY;
+    }
+    qsort(expert, (size_t)k, sizeof *expert, by_id);
+    for (int64_t i = 0; i < k; i++) sum += score[expert[i]];
+    for (int64_t i = 0; i < k; i++) {
+        float a = score[expert[i]];
+        weight[i] = (c->normalize_topk ? a / (sum + 1e-20f) : a) * c->routed_scale;
+    }
+}
+
+static void route_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    route_job *job = arg;
+    const clb_config *c = &job->s->model->config;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *score = job->s->router + r * c->experts;
+        job->s->model->kernels->sigmoid(score, c->experts, score);
+        route_row(c, score, job->layer->v[CLB_ROUTER_BIAS],
+                  job->route->expert + r * c->experts_per_token,
+                  job->route->weight + r * c->experts_per_token);
+    }
+}
+
+void clb_route_rows(clb_session *s, const clb_layer *layer, int64_t number, int64_t n) {
+    route_job job = {s, layer, &s->routes[number]};
+    clb_project(s->model, &layer->w[CLB_ROUTER], &s->in_mlp, s->router, s->model->config.experts);
+    clb_parallel(s->model->pool, n, 4, route_rows, &job);
+}

@@ -1,0 +1,201 @@
+/* A session: caches of one conversation, and the scratch of one step. */
+#include <stdlib.h>
+#include <string.h>
+#include "core.h"
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- memory ----------------------------------------------------------------------------------- */
+
+typedef struct budget { /* a failed or overflowing allocation is noticed once, at the end */
+    int64_t bytes;
+    bool failed;
+} budget;
+
+/* Zeroed, so that untouched cache rows cost no memory; the system commits pages on first write. */
+static void *take(budget *b, int64_t count, int64_t width, int64_t item) {
+    int64_t n;
+    if (!clb_mul(count, width, &n) || !clb_mul(n, item, &n)) {
+        b->failed = true;
+        return NULL;
+    }
+    void *p = calloc(1, (size_t)n + 64);
+    if (!p) b->failed = true;
+    else b->bytes += n;
+    return p;
+}
+
+static float *floats(budget *b, int64_t count, int64_t width) {
+    return take(b, count, width, (int64_t)sizeof(float));
+}
+
+static void take_caches(clb_session *s, budget *b) {
+    const clb_model *m = s->model;
+    const clb_config *c = &m->config;
+    s->kv = take(b, m->layer_count, 1, (int64_t)sizeof *s->kv);
+    s->index_keys = take(b, m->layer_count, 1, (int64_t)sizeof *s->index_keys);
+    s->routes = take(b, m->layer_count, 1, (int64_t)sizeof *s->routes);
+    if (b->failed) return;
+    for (int64_t i = 0; i < m->layer_count; i++) {
+        const clb_layer *layer = &m->layers[i];
+        s->kv[i] = floats(b, s->context, c->kv_lora + c->rope);
+        if (layer->index_kind == CLB_INDEX_FULL) s->index_keys[i] = floats(b, s->context, c->index_dim);
+        if (!layer->sparse) continue;
+        s->routes[i].expert = take(b, s->max_rows, c->experts_per_token, (int64_t)sizeof(int32_t));
+        s->routes[i].weight = floats(b, s->max_rows, c->experts_per_token);
+    }
+}
+
+static void take_attention(clb_session *s, budget *b) {
+    const clb_config *c = &s->model->config;
+    int64_t n = s->max_rows, threads = clb_pool_threads(s->model->pool);
+    s->q_latent = floats(b, n, c->q_lora);
+    s->query = floats(b, n, c->heads * (c->nope + c->rope));
+    s->absorbed = floats(b, CLB_ROW_BLOCK, c->heads * (c->kv_lora + c->rope));
+    s->heads_out = floats(b, n, c->heads * c->v_head);
+    s->angles = floats(b, n, c->rope);
+    s->index_query = floats(b, n, c->index_heads * c->index_dim);
+    s->index_weight = floats(b, n, c->index_heads);
+    s->index_score = floats(b, CLB_ROW_BLOCK, s->context);
+    s->index_order = take(b, threads, s->context, (int64_t)sizeof *s->index_order);
+    s->selected = take(b, n, 1, (int64_t)sizeof *s->selected);
+    s->selected_index = take(b, n, c->index_topk, (int64_t)sizeof *s->selected_index);
+    s->mtp_seed_index = take(b, 1, c->index_topk, (int64_t)sizeof *s->mtp_seed_index);
+    s->thread_floats = most(8 * s->context, c->kv_lora); /* scores of one head group; a weight row */
+    s->thread_scratch = floats(b, threads, s->thread_floats);
+    if (b->failed) return;
+    for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * c->index_topk;
+}
+
+static void take_rows(clb_session *s, budget *b) {
+    const clb_config *c = &s->model->config;
+    int64_t n = s->max_rows;
+    int64_t wide = most(s->pair_rows * c->moe_intermediate,
+                        n * most(c->intermediate, c->moe_intermediate * c->shared_experts));
+    s->x = floats(b, n, c->hidden);
+    s->normed = floats(b, n, c->hidden);
+    s->branch = floats(b, n, c->hidden);
+    s->hidden = floats(b, n, c->hidden);
+    s->concat = floats(b, c->has_mtp ? n : 0, 2 * c->hidden);
+    s->gate = floats(b, wide, 1);
+    s->up = floats(b, wide, 1);
+    s->router = floats(b, n, c->experts);
+    s->pair_out = floats(b, s->pair_rows, c->hidden);
+    s->pairs = take(b, n, c->experts_per_token, (int64_t)sizeof *s->pairs);
+}
+
+static int32_t take_inputs(clb_session *s, budget *b) {
+    const clb_config *c = &s->model->config;
+    int64_t n = s->max_rows, blocks = CLB_BLOCK;
+    int64_t inner = most(c->intermediate, most(c->moe_intermediate * c->shared_experts,
+                                               c->moe_intermediate));
+    struct { clb_input *input; int64_t rows, cols; } all[] = {
+        {&s->in_hidden, n, c->hidden}, {&s->in_latent, n, c->q_lora},
+        {&s->in_heads, n, c->heads * c->v_head}, {&s->in_mlp, n, c->hidden},
+        {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, most(inner, blocks)},
+        {&s->in_head, n, c->hidden}, {&s->in_concat, c->has_mtp ? n : 1, 2 * c->hidden}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (clb_input_new(all[i].input, all[i].rows, all[i].cols, &b->bytes)) b->failed = true;
+    return b->failed ? CLB_NO_MEMORY : CLB_OK;
+}
+
+int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_session **session,
+                        clb_error *error) {
+    budget b = {0};
+    *session = NULL;
+    if (context < 1 || context > 1 << 24 || max_rows < 1 || max_rows > 1 << 16)
+        return clb_fail(error, CLB_INVALID, "a context of %lld with %lld rows a step is not possible",
+                        (long long)context, (long long)max_rows);
+    clb_session *s = calloc(1, sizeof *s);
+    if (!s) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    s->model = m;
+    s->context = context;
+    s->max_rows = max_rows;
+    s->pair_rows = most(max_rows, CLB_PAIR_BLOCK);
+    s->watch_fd = -1;
+    take_caches(s, &b);
+    take_attention(s, &b);
+    take_rows(s, &b);
+    if (take_inputs(s, &b)) {
+        clb_session_free(s);
+        return clb_fail(error, CLB_NO_MEMORY, "out of memory: a context of %lld needs more than %lld "
+                        "bytes; ask for a smaller one", (long long)context, (long long)b.bytes);
+    }
+    s->bytes = b.bytes;
+    *session = s;
+    return CLB_OK;
+}
+
+void clb_session_free(clb_session *s) {
+    if (!s) return;
+    for (int64_t i = 0; i < s->model->layer_count; i++) {
+        if (s->kv) free(s->kv[i]);
+        if (s->index_keys) free(s->index_keys[i]);
+        if (s->routes) free(s->routes[i].expert);
+        if (s->routes) free(s->routes[i].weight);
+    }
+    void *owned[] = {s->kv, s->index_keys, s->routes, s->q_latent, s->query, s->absorbed,
+                     s->heads_out, s->angles, s->index_query, s->index_weight, s->index_score,
+                     s->index_order, s->selected, s->selected_index, s->mtp_seed_index,
+                     s->thread_scratch, s->x, s->normed, s->branch, s->hidden, s->concat, s->gate,
+                     s->up, s->router, s->pair_out, s->pairs, s->captured};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,
+                           &s->in_inner, &s->in_head, &s->in_concat};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) clb_input_free(inputs[i]);
+    free(s);
+}
+
+float *clb_thread_scratch(clb_session *s, int32_t thread) {
+    return s->thread_scratch + thread * s->thread_floats;
+}
+
+/* ---- what Python asks ------------------------------------------------------------------------- */
+
+int64_t clb_session_bytes(const clb_session *s) { return s->bytes; }
+
+int64_t clb_session_length(const clb_session *s) { return s->length; }
+
+const clb_counters *clb_session_counters(const clb_session *s) { return &s->counters; }
+
+const float *clb_session_hidden(const clb_session *s) { return s->hidden; }
+
+void clb_session_watch(clb_session *s, int32_t fd) { s->watch_fd = fd; }
+
+void clb_session_cancel(clb_session *s, int32_t on) { atomic_store(&s->cancelled, on); }
+
+int32_t clb_session_rewind(clb_session *s, int64_t length, clb_error *error) {
+    if (length < 0 || length > s->length)
+        return clb_fail(error, CLB_INVALID, "cannot rewind from %lld to %lld",
+                        (long long)s->length, (long long)length);
+    s->length = length;
+    if (s->mtp_length > length) s->mtp_length = length;
+    return CLB_OK;
+}
+
+float *clb_session_cache(clb_session *s, int32_t layer, int32_t kind, int64_t *width) {
+    const clb_config *c = &s->model->config;
+    *width = kind == CLB_CACHE_KV ? c->kv_lora + c->rope : c->index_dim;
+    if (layer < 0 || layer >= s->model->layer_count) return NULL;
+    return kind == CLB_CACHE_KV ? s->kv[layer] : s->index_keys[layer];
+}
+
+const int32_t *clb_session_experts(const clb_session *s, int32_t layer) {
+    return layer >= 0 && layer < s->model->layer_count ? s->routes[layer].expert : NULL;
+}
+
+int32_t clb_session_capture(clb_session *s, int32_t on, clb_error *error) {
+    budget b = {0};
+    free(s->captured);
+    s->captured = NULL;
+    if (on) s->captured = take(&b, s->model->layer_count * s->max_rows,
+                               s->model->config.index_topk + 1, (int64_t)sizeof *s->captured);
+    return b.failed ? clb_fail(error, CLB_NO_MEMORY, "out of memory for the capture") : CLB_OK;
+}
+
+const int32_t *clb_session_captured(const clb_session *s, int32_t layer, int64_t row) {
+    if (!s->captured || layer < 0 || layer >= s->model->layer_count || row < 0 ||
+        row >= s->max_rows)
+        return NULL;
+    return s->captured + (layer * s->max_rows + row) * (s->model->config.index_topk + 1);
+}

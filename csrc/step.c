@@ -1,0 +1,146 @@
+/* The forward pass: embedding, layers in order, final norm, head. */
+#include <poll.h>
+#include <string.h>
+#include "core.h"
+
+bool clb_cancelled(clb_session *s) {
+    if (atomic_load_explicit(&s->cancelled, memory_order_relaxed)) return true;
+    if (s->watch_fd < 0) return false;
+    struct pollfd fd = {.fd = s->watch_fd, .events = POLLIN};
+    return poll(&fd, 1, 0) > 0;
+}
+
+/* ---- rows ------------------------------------------------------------------------------------- */
+
+typedef struct norm_job {
+    const clb_model *m;
+    const float *x, *gain;
+    float *y;
+    int64_t y_stride;
+} norm_job;
+
+static void norm_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    norm_job *job = arg;
+    int64_t hidden = job->m->config.hidden;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        job->m->kernels->rmsnorm(job->x + r * hidden, job->gain, job->m->config.rms_eps, hidden,
+                                 job->y + r * job->y_stride);
+}
+
+void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int64_t n, float *y,
+                      int64_t y_stride) {
+    norm_job job = {m, x, gain, y, y_stride};
+    clb_parallel(m->pool, n, 8, norm_rows, &job);
+}
+
+void clb_add_rows(clb_session *s, const float *branch, int64_t n) {
+    s->model->kernels->add(branch, s->x, n * s->model->config.hidden);
+}
+
+int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
+    if (n < 1 || n > s->max_rows)
+        return clb_fail(error, CLB_INVALID, "%lld rows asked for, 1 to %lld possible", (long long)n,
+                        (long long)s->max_rows);
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= s->model->config.vocab)
+            return clb_fail(error, CLB_INVALID, "token id %d is outside the vocabulary of %lld",
+                            ids[i], (long long)s->model->config.vocab);
+    return CLB_OK;
+}
+
+void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride) {
+    for (int64_t i = 0; i < n; i++)
+        s->model->kernels->dequantize_row(&s->model->top.w[CLB_EMBED], ids[i], out + i * stride);
+}
+
+void clb_set_angles(clb_session *s, const clb_rows *rows) {
+    const clb_config *c = &s->model->config;
+    for (int64_t r = 0; r < rows->n; r++)
+        clb_rope_angles(rows->position + r, s->model->inv_freq, c->rope / 2,
+                        s->angles + r * c->rope);
+}
+
+void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits) {
+    const clb_config *c = &s->model->config;
+    const clb_matrix *head = &s->model->top.w[CLB_HEAD];
+    clb_input_set(&s->in_head, hidden, c->hidden, n, c->hidden);
+    clb_project(s->model, head, &s->in_head, logits, c->vocab);
+    s->counters.head_bytes += head->rows * (head->row_bytes +
+                              head->row_scales * (head->scale_format == CLB_F16 ? 2 : 4));
+}
+
+/* ---- one layer ----------------------------------------------------------------------------------- */
+
+void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n) {
+    int64_t hidden = s->model->config.hidden;
+    clb_rmsnorm_rows(s->model, s->x, layer->v[CLB_INPUT_NORM], n, s->normed, hidden);
+    clb_input_set(&s->in_hidden, s->normed, hidden, n, hidden);
+}
+
+static void capture(clb_session *s, int64_t number, const clb_rows *rows) {
+    int64_t width = s->model->config.index_topk + 1;
+    for (int64_t r = 0; r < rows->n; r++) {
+        const clb_selection *set = &s->selected[r];
+        int32_t *out = s->captured + (number * s->max_rows + r) * width;
+        out[0] = set->dense ? -1 : set->count;
+        if (!set->dense) memcpy(out + 1, set->index, (size_t)set->count * sizeof *out);
+    }
+}
+
+int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error) {
+    clb_layer *layer = &s->model->layers[number];
+    int64_t hidden = s->model->config.hidden;
+    int32_t code = CLB_OK;
+    clb_attend(s, layer, number, rows);
+    if (s->captured) capture(s, number, rows);
+    clb_add_rows(s, s->branch, rows->n);
+    clb_rmsnorm_rows(s->model, s->x, layer->v[CLB_POST_NORM], rows->n, s->normed, hidden);
+    clb_input_set(&s->in_mlp, s->normed, hidden, rows->n, hidden);
+    if (layer->sparse) {
+        clb_route_rows(s, layer, number, rows->n);
+        code = clb_moe(s, layer, number, rows->n, error);
+    } else {
+        clb_mlp(s, layer, rows->n, s->branch);
+    }
+    clb_add_rows(s, s->branch, rows->n);
+    s->counters.dense_bytes += layer->dense_bytes;
+    return code;
+}
+
+/* ---- all layers ------------------------------------------------------------------------------------ */
+
+static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
+    for (int64_t i = 0; i < s->model->layer_count; i++)
+        if (!s->model->layers[i].loaded || !s->model->top.loaded)
+            return clb_fail(error, CLB_INVALID, "the model is not loaded");
+    if (n > s->context - s->length)
+        return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for %lld more",
+                        (long long)s->length, (long long)s->context, (long long)n);
+    return clb_check_ids(s, ids, n, error);
+}
+
+int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
+                     clb_error *error) {
+    const clb_model *m = s->model;
+    int64_t hidden = m->config.hidden;
+    clb_rows rows = {.n = n, .position = s->length, .cache_row = s->length};
+    int32_t code = check_step(s, ids, n, error);
+    if (code) return code;
+    clb_set_angles(s, &rows);
+    clb_embed(s, ids, n, s->x, hidden);
+    for (int64_t i = 0; i < m->config.layers; i++) {
+        if (clb_cancelled(s)) return clb_fail(error, CLB_CANCELLED, "cancelled");
+        clb_attention_input(s, &m->layers[i], n);
+        clb_write_keys(s, &m->layers[i], i, &rows);
+        code = clb_layer_finish(s, i, &rows, error);
+        if (code) return code;
+    }
+    clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, s->hidden, hidden);
+    if (want == CLB_LOGITS_ALL) clb_head(s, s->hidden, n, logits);
+    if (want == CLB_LOGITS_LAST) clb_head(s, s->hidden + (n - 1) * hidden, 1, logits);
+    s->length += n;
+    s->counters.forwards++;
+    s->counters.rows += n;
+    return CLB_OK;
+}
