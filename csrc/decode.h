@@ -1,0 +1,125 @@
+/* How stored bytes become numbers: half floats, packed integers, scales. Included by every table. */
+#ifndef CLB_DECODE_H
+#define CLB_DECODE_H
+#include <string.h>
+#include "kernels.h"
+
+static inline float clb_bits_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t clb_float_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float clb_load_f32(const uint8_t *p)
+{
+    float value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+static inline uint16_t clb_load_u16(const uint8_t *p)
+{
+    uint16_t value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+static inline float clb_bf16_float(uint16_t bits)
+{
+    return clb_bits_float((uint32_t)bits << 16);
+}
+
+/* Exact, subnormals included; a NaN comes out quiet, as the processors' own conversions do. */
+static inline float clb_f16_float(uint16_t bits)
+{
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+    uint32_t finite = clb_float_bits(clb_bits_float(magnitude << 13) * 0x1p112f);
+    uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
+    uint32_t special = 0x7f800000 | magnitude << 13 | quiet;
+    return clb_bits_float(sign | (magnitude >= 0x7c00 ? special : finite));
+}
+
+/* Element i of a row of a float format. */
+static inline float clb_float_at(int32_t format, const uint8_t *row, int64_t i)
+{
+    if (format == CLB_F32)
+        return clb_load_f32(row + 4 * i);
+    uint16_t bits = clb_load_u16(row + 2 * i);
+    return format == CLB_BF16 ? clb_bf16_float(bits) : clb_f16_float(bits);
+}
+
+static inline float clb_scale_at(const clb_matrix *w, int64_t row, int64_t group)
+{
+    int64_t i = row * w->row_scales + group;
+    if (w->scale_format == CLB_F16)
+        return clb_f16_float(clb_load_u16(w->scales + 2 * i));
+    return clb_load_f32(w->scales + 4 * i);
+}
+
+/* The scale that covers one input. Padding past the last group takes the row's last scale. */
+static inline float clb_scale_of_input(const clb_matrix *w, int64_t row, int64_t input)
+{
+    int64_t group = w->group ? input / w->group : 0;
+    return clb_scale_at(w, row, group < w->row_scales ? group : w->row_scales - 1);
+}
+
+/* First of the four inputs of a block that one lane owns. */
+static inline int64_t clb_lane_input(int32_t format, int lane)
+{
+    return format != CLB_INT4 ? 4 * lane : lane < 8 ? 8 * lane : 8 * (lane - 8) + 1;
+}
+
+/* Payload bytes of one block of 64 inputs; 0 for a float format. */
+static inline int64_t clb_block_bytes(int32_t format)
+{
+    switch (format) {
+    case CLB_INT8: return 64;
+    case CLB_INT4: return 32;
+    case CLB_INT3: return 24;
+    case CLB_INT2: return 16;
+    default: return 0;
+    }
+}
+
+static inline void clb_unpack_int4(const uint8_t *p, int8_t *out)
+{
+    for (int k = 0; k < 32; k++) {
+        out[k] = (int8_t)((p[k] & 15) - 8);
+        out[k + 32] = (int8_t)((p[k] >> 4) - 8);
+    }
+}
+
+static inline void clb_unpack_int3(const uint8_t *p, int8_t *out)
+{
+    for (int k = 0; k < 64; k++) {
+        int low = p[k >> 2] >> 2 * (k & 3) & 3, high = p[16 + (k >> 3)] >> (k & 7) & 1;
+        out[k] = (int8_t)(low + 4 * high - 4);
+    }
+}
+
+static inline void clb_unpack_int2(const uint8_t *p, int8_t *out)
+{
+    for (int k = 0; k < 64; k++)
+        out[k] = (int8_t)((p[k >> 2] >> 2 * (k & 3) & 3) - 2);
+}
+
+/* One whole block as 64 signed values in the order the lanes own them: [lane][4]. */
+static inline void clb_unpack(int32_t format, const uint8_t *p, int8_t *out)
+{
+    switch (format) {
+    case CLB_INT4: clb_unpack_int4(p, out); break;
+    case CLB_INT3: clb_unpack_int3(p, out); break;
+    case CLB_INT2: clb_unpack_int2(p, out); break;
+    default: memcpy(out, p, CLB_BLOCK);
+    }
+}
+
+#endif
