@@ -1,0 +1,187 @@
+"""Encoders and decoders of every matrix format, in NumPy: the bits of docs/format.md."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from colibri.errors import UsageError
+from colibri.formats import FLOATS, Format, Kind
+
+_CHUNK = 1 << 21  # elements encoded at a time: small enough for the cache, large for NumPy
+_F16_LARGEST = 65504.0
+_F16_LEAST = 2.0**-24
+_F32_LEAST = 1e-8  # the public engine's floor
+_LOW = {Kind.INT8: -128, Kind.INT4: -8, Kind.INT3: -4, Kind.INT2: -2}
+_HIGH = {Kind.INT8: 127, Kind.INT4: 7, Kind.INT3: 3, Kind.INT2: 1}
+# Scales tried by `search`, as fractions of the absmax scale: past 1 never won a group.
+_SHRINK = tuple(float(f) for f in np.linspace(0.70, 1.0, 13))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A matrix in storage form: payload [rows, row_bytes] (int8 or uint8, or floats [rows, cols];
+    BF16 as uint16) and scales [rows, row_scales] (f32 or f16; None for float formats)."""
+
+    payload: np.ndarray
+    scales: np.ndarray | None
+
+
+def encode(weights: np.ndarray, form: Format, search: bool = False) -> Encoded:
+    """Encode f32 [rows, cols]. Rounding is half to even; the stored scale is the one rounded by.
+
+    Without `search` a group's scale is absmax / (largest code), floored at 1e-8 (f32) or 2^-24
+    (f16). With it, smaller scales of either sign are tried and the least squared error kept.
+    UsageError for weights that are not finite or too large for f16 scales.
+    """
+    weights = np.ascontiguousarray(weights, dtype=np.float32)
+    if weights.ndim != 2:
+        raise UsageError(f"a matrix is needed, not an array of shape {list(weights.shape)}")
+    if form.kind in FLOATS:
+        return Encoded(_to_float(weights, form.kind), None)
+    rows, cols = weights.shape
+    payload = np.empty((rows, form.row_bytes(cols)), np.uint8)
+    scales = np.empty((rows, form.row_scales(cols)), _dtype(form.scale))
+    step = max(1, _CHUNK // max(cols, 1))
+    for at in range(0, rows, step):
+        part = slice(at, min(at + step, rows))
+        payload[part], scales[part] = _encode_rows(weights[part], form, search)
+    return Encoded(payload.view(np.int8) if form.kind == Kind.INT8 else payload, scales)
+
+
+def decode(payload: np.ndarray, scales: np.ndarray | None, form: Format, cols: int) -> np.ndarray:
+    """f32 [rows, cols] from what `encode` returns: one f32 product per element."""
+    if form.kind in FLOATS:
+        return _from_float(payload, form.kind)
+    payload = np.ascontiguousarray(payload).view(np.uint8)
+    assert scales is not None
+    codes = _unpack(payload, form.kind, cols).astype(np.float32)
+    group = form.group or cols
+    spread = np.repeat(scales.astype(np.float32), group, axis=1)[:, :cols]
+    return np.multiply(codes, spread, out=codes)
+
+
+def bf16_from_f32(values: np.ndarray) -> np.ndarray:
+    """f32 to BF16 bits (uint16), rounding half to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def f32_from_bf16(bits: np.ndarray) -> np.ndarray:
+    """BF16 bits (uint16) to f32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dtype(kind: Kind) -> type[np.floating]:
+    return np.float16 if kind == Kind.F16 else np.float32
+
+
+def _to_float(weights: np.ndarray, kind: Kind) -> np.ndarray:
+    if kind == Kind.BF16:
+        return bf16_from_f32(weights)
+    if kind == Kind.F32:
+        return weights
+    if np.any(np.abs(weights) > _F16_LARGEST):
+        raise UsageError("weights beyond 65504 do not fit f16; use bf16 or f32")
+    return weights.astype(np.float16)
+
+
+def _from_float(payload: np.ndarray, kind: Kind) -> np.ndarray:
+    return f32_from_bf16(payload) if kind == Kind.BF16 else payload.astype(np.float32)
+
+
+def _encode_rows(weights: np.ndarray, form: Format, search: bool) -> tuple[np.ndarray, np.ndarray]:
+    rows, cols = weights.shape
+    group = form.group or max(cols, 1)
+    count = form.row_scales(cols)
+    padded = np.zeros((rows, count * group), np.float32)
+    padded[:, :cols] = weights
+    grouped = padded.reshape(rows, count, group)
+    absmax = np.abs(grouped).max(axis=2)
+    if not np.isfinite(absmax).all():
+        raise UsageError("weights that are not finite cannot be quantised; the source is damaged")
+    scales = _round_scales(absmax / np.float32(_HIGH[form.kind]), form.scale)
+    if search:
+        scales = _search_scales(grouped, scales, form)
+    codes = _codes(grouped, scales.astype(np.float32), form.kind).reshape(rows, count * group)
+    return _pack(codes[:, :cols], form.kind), scales
+
+
+def _round_scales(scales: np.ndarray, kind: Kind) -> np.ndarray:
+    """Scales as stored. f16 below its normal range rounds away from 0, so that codes never clip."""
+    if kind == Kind.F32:
+        return np.maximum(scales, np.float32(_F32_LEAST))
+    if np.any(np.abs(scales) > _F16_LARGEST):
+        raise UsageError("weights are too large for f16 scales; use f32 scales (int4-g64-f32)")
+    rounded = scales.astype(np.float16)
+    tiny = np.abs(scales) < 2.0**-14
+    low = tiny & (np.abs(rounded.astype(np.float32)) < np.abs(scales))
+    rounded[low] = np.nextafter(rounded[low], np.float16(np.inf))
+    return np.maximum(rounded, np.float16(_F16_LEAST))
+
+
+def _codes(grouped: np.ndarray, scales: np.ndarray, kind: Kind) -> np.ndarray:
+    """int8 codes [rows, groups, group] of weights divided by their scales."""
+    quotient = grouped / scales[:, :, None]
+    np.rint(quotient, out=quotient)
+    return np.clip(quotient, _LOW[kind], _HIGH[kind], out=quotient).astype(np.int8)
+
+
+def _search_scales(grouped: np.ndarray, start: np.ndarray, form: Format) -> np.ndarray:
+    """Per group, the scale of least squared error among shrunken ones of either sign.
+
+    A negative scale gives the largest weight the one extra code below zero."""
+    best, least = start, np.full(start.shape, np.inf, np.float32)
+    for sign in (1, -1):
+        for fraction in _SHRINK:
+            scale = start.astype(np.float32) * np.float32(fraction)
+            tried = _round_scales(scale, form.scale) * _dtype(form.scale)(sign)
+            spread = tried.astype(np.float32)
+            error = _codes(grouped, spread, form.kind) * spread[:, :, None] - grouped
+            square = np.einsum("rgi,rgi->rg", error, error)
+            better = square < least
+            best, least = np.where(better, tried, best), np.where(better, square, least)
+    return best.astype(start.dtype)
+
+
+def _pack(codes: np.ndarray, kind: Kind) -> np.ndarray:
+    """int8 codes [rows, cols] to bytes [rows, row_bytes]; codes past cols count as zero."""
+    if kind == Kind.INT8:
+        return codes.view(np.uint8) if codes.flags.c_contiguous else codes.copy().view(np.uint8)
+    rows, cols = codes.shape
+    unit = {Kind.INT4: 2, Kind.INT3: 64, Kind.INT2: 4}[kind]
+    stored = np.full((rows, -(-cols // unit) * unit), -_LOW[kind], np.uint8)
+    stored[:, :cols] = codes - np.int8(_LOW[kind])
+    if kind == Kind.INT4:
+        return stored[:, 0::2] | (stored[:, 1::2] << 4)
+    if kind == Kind.INT2:
+        return _pack_pairs(stored)
+    blocks = stored.reshape(-1, 64)
+    high = np.packbits(blocks >> 2, axis=1, bitorder="little")
+    return np.concatenate([_pack_pairs(blocks & 3), high], axis=1).reshape(rows, -1)
+
+
+def _pack_pairs(values: np.ndarray) -> np.ndarray:
+    """Four 2-bit values a byte, the first in the low bits."""
+    return values[:, 0::4] | values[:, 1::4] << 2 | values[:, 2::4] << 4 | values[:, 3::4] << 6
+
+
+def _unpack(payload: np.ndarray, kind: Kind, cols: int) -> np.ndarray:
+    """int8 codes [rows, cols] of packed bytes."""
+    rows = payload.shape[0]
+    if kind == Kind.INT8:
+        return payload.view(np.int8)
+    if kind == Kind.INT4:
+        stored = np.stack([payload & 15, payload >> 4], axis=-1).reshape(rows, -1)
+    elif kind == Kind.INT2:
+        stored = _unpack_pairs(payload)
+    else:
+        blocks = payload.reshape(-1, 24)
+        high = np.unpackbits(blocks[:, 16:], axis=1, bitorder="little")
+        stored = (_unpack_pairs(blocks[:, :16]) | high << 2).reshape(rows, -1)
+    return stored[:, :cols].astype(np.int8) + np.int8(_LOW[kind])
+
+
+def _unpack_pairs(payload: np.ndarray) -> np.ndarray:
+    shifts = np.array([0, 2, 4, 6], np.uint8)
+    return ((payload[:, :, None] >> shifts) & 3).reshape(payload.shape[0], -1)
