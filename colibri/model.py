@@ -1,0 +1,150 @@
+"""A container handed to the C core: shards mapped, the dense part read into RAM."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from colibri._core import ffi, lib
+from colibri.config import ModelConfig
+from colibri.container import Container
+from colibri.errors import Cancelled, ContextFull, CoreError
+from colibri.formats import MatrixRef
+
+INDEX_EPS = 1e-6  # the indexer's LayerNorm, in every implementation of the architecture
+_ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+def check(code: int, error: Any) -> None:
+    """Raise the exception of a core call's error code."""
+    if code:
+        text = ffi.string(error.text).decode("utf-8", "replace")
+        raise _ERRORS.get(code, CoreError)(text)
+
+
+def available_isas() -> list[str]:
+    """Instruction sets whose kernels this processor runs, the reference first."""
+    names = ["scalar", "avx2", "avx512", "neon"]
+    return [name for name in names if lib.clb_isa_available(name.encode())]
+
+
+class Model:
+    """Weights of one container, shared by any number of sessions.
+
+    `has_mtp` says whether the MTP layer was loaded; with mtp=False its weights are never read.
+    """
+
+    def __init__(self, handle: Any, container: Container, has_mtp: bool, threads: int) -> None:
+        self.handle = handle
+        self.container = container
+        self.config: ModelConfig = container.config
+        self.has_mtp = has_mtp
+        self.threads = threads
+        self.dense_bytes = 0
+
+    @classmethod
+    def open(
+        cls,
+        container: Container,
+        threads: int = 1,
+        isa: str | None = None,
+        mtp: bool = True,
+        progress: Progress | None = None,
+    ) -> "Model":
+        """Map the shards, load the dense part layer by layer. CoreError names file or tensor."""
+        has_mtp = mtp and container.has_mtp
+        error = ffi.new("clb_error *")
+        out = ffi.new("clb_model **")
+        config, _arrays = _core_config(container, has_mtp)
+        name = isa.encode() if isa else ffi.NULL
+        check(lib.clb_model_new(config, name, threads, out, error), error)
+        model = cls(ffi.gc(out[0], lib.clb_model_free), container, has_mtp, threads)
+        for shard in container.shards:
+            path = os.fsencode(shard.path)
+            code = lib.clb_model_add_shard(model.handle, path, shard.size, error)
+            check(code, error)
+        model._describe(error)
+        model._load(error, progress)
+        return model
+
+    @property
+    def isa(self) -> str:
+        """The kernels in use: scalar, avx2, avx512 or neon."""
+        return str(ffi.string(lib.clb_model_isa(self.handle)).decode())
+
+    @property
+    def layers(self) -> int:
+        """Layers held: the main ones, then the MTP layer when it is loaded."""
+        return self.config.num_hidden_layers + self.has_mtp
+
+    def _describe(self, error: Any) -> None:
+        """Hand every tensor's place to the core, which checks it against its shard."""
+        for entry in self.container.entries:
+            if entry.layer >= self.layers:
+                continue
+            self._set(entry.layer, entry.role, self.container.matrix(entry.name), error)
+        if self.config.tie_word_embeddings:
+            self._set(-1, "head", self.container.matrix("lm_head.weight"), error)
+        for layer, sparse in enumerate(self.container.sparse[: self.layers]):
+            if sparse:
+                table = np.ascontiguousarray(self.container.experts(layer))
+                tensors = ffi.from_buffer("clb_tensor[]", table)
+                check(lib.clb_model_set_experts(self.handle, layer, tensors, error), error)
+
+    def _set(self, layer: int, role: str, ref: MatrixRef, error: Any) -> None:
+        tensor = ffi.new("clb_tensor *", ref._asdict())
+        number = getattr(lib, f"CLB_{role.upper()}")
+        check(lib.clb_model_set(self.handle, layer, number, tensor, error), error)
+
+    def _load(self, error: Any, progress: Progress | None) -> None:
+        size = ffi.new("int64_t *")
+        for done, layer in enumerate(range(-1, self.layers)):
+            check(lib.clb_model_load(self.handle, layer, size, error), error)
+            self.dense_bytes += size[0]
+            if progress:
+                progress(done + 1, self.layers + 1)
+
+
+def _core_config(container: Container, has_mtp: bool) -> tuple[Any, list[Any]]:
+    """clb_config, and the arrays that must outlive the call that reads it."""
+    config = container.config
+    layers = config.num_hidden_layers + has_mtp
+    sparse = ffi.new("uint8_t[]", [int(s) for s in container.sparse[:layers]])
+    kinds = ffi.new("uint8_t[]", list(container.index_kinds[:layers]))
+    inv_freq = ffi.new("float[]", [float(f) for f in config.inv_freq])
+    out = ffi.new("clb_config *")
+    for field, value in {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "has_mtp": int(has_mtp),
+        "intermediate": config.intermediate_size,
+        "moe_intermediate": config.moe_intermediate_size,
+        "shared_experts": config.n_shared_experts,
+        "experts": config.n_routed_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "groups": config.n_group,
+        "groups_kept": config.topk_group,
+        "heads": config.num_attention_heads,
+        "q_lora": config.q_lora_rank,
+        "kv_lora": config.kv_lora_rank,
+        "nope": config.qk_nope_head_dim,
+        "rope": config.qk_rope_head_dim,
+        "v_head": config.v_head_dim,
+        "index_heads": config.index_n_heads,
+        "index_dim": config.index_head_dim,
+        "index_topk": config.index_topk,
+        "rms_eps": config.rms_norm_eps,
+        "index_eps": INDEX_EPS,
+        "routed_scale": config.routed_scaling_factor,
+        "normalize_topk": int(config.norm_topk_prob),
+        "mtp_share_index": int(config.index_share_for_mtp_iteration),
+        "sparse": sparse,
+        "index_kind": kinds,
+        "inv_freq": inv_freq,
+    }.items():
+        setattr(out, field, value)
+    return out, [sparse, kinds, inv_freq]

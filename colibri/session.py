@@ -1,0 +1,203 @@
+"""One conversation in the core: its tokens, its caches, and the steps that extend them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from colibri._core import ffi, lib
+from colibri.errors import ContextFull
+from colibri.model import Model, check
+
+_WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
+_KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
+
+
+class Session:
+    """Caches for up to `context` tokens; one step runs at most `max_rows` rows.
+
+    `tokens` are the committed tokens, one per row of the main caches. An error or a cancelled
+    step leaves them, and the caches, as they were.
+    """
+
+    def __init__(self, model: Model, context: int, max_rows: int = 128) -> None:
+        self.model = model
+        self.context = context
+        self.max_rows = min(max_rows, context)
+        self.tokens: list[int] = []
+        self._error = ffi.new("clb_error *")
+        out = ffi.new("clb_session **")
+        code = lib.clb_session_new(model.handle, context, self.max_rows, out, self._error)
+        check(code, self._error)
+        self.handle = ffi.gc(out[0], lib.clb_session_free)
+        self._logits = np.empty((1, model.config.vocab_size), np.float32)
+        self._draft_logits = np.empty(model.config.vocab_size, np.float32)
+        hidden = (self.max_rows, model.config.hidden_size)
+        self._hidden = _view(lib.clb_session_hidden(self.handle), hidden)
+
+    # ---- main model ---------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Rows in the main caches."""
+        return len(self.tokens)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of caches and scratch, fully used."""
+        return int(lib.clb_session_bytes(self.handle))
+
+    def step_all(self, ids: Sequence[int], want: str = "all") -> np.ndarray:
+        """Run `ids` at the next positions and commit them.
+
+        Returns logits f32 [len(ids) | 1 | 0, vocab] for want all | last | none: a view that the
+        next step overwrites. Raises ContextFull, Cancelled or CoreError with nothing committed.
+        """
+        rows = {"none": 0, "last": 1, "all": len(ids)}[want]
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.model.config.vocab_size), np.float32)
+        logits = ffi.from_buffer("float[]", self._logits)
+        code = lib.clb_step_all(self.handle, ids, len(ids), _WANT[want], logits, self._error)
+        if code:
+            check(code, self._error)
+        self.tokens.extend(ids)
+        return self._logits[:rows]
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """Post-norm hidden states of the last step's rows: f32 view [max_rows, hidden_size]."""
+        return self._hidden
+
+    def rewind(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        check(lib.clb_session_rewind(self.handle, length, self._error), self._error)
+        del self.tokens[length:]
+
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Rewind to the longest prefix that `ids` shares with the history; returns its length.
+
+        At least one token is left to run, and with MTP one more, so that the hidden state its
+        next row needs is computed again.
+        """
+        shared = 0
+        for mine, theirs in zip(self.tokens, ids, strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        keep = min(shared, len(ids) - 1)
+        if self.model.has_mtp:
+            self.mtp_rewind(min(self.mtp_length, max(shared - 1, 0)))
+            keep = min(keep, self.mtp_length)
+        self.rewind(max(keep, 0))
+        return max(keep, 0)
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        prime: bool = True,
+    ) -> np.ndarray:
+        """Run a prompt in chunks of max_rows; returns the last row's logits [vocab], a view.
+
+        With `prime`, every row whose next token is known also enters the MTP cache.
+        """
+        if len(ids) > self.context - self.length:
+            raise ContextFull(
+                f"the prompt has {self.length + len(ids)} tokens, the context holds {self.context}"
+            )
+        logits = self._logits[:0]
+        for start in range(0, len(ids), self.max_rows):
+            chunk = list(ids[start : start + self.max_rows])
+            last = start + len(chunk) == len(ids)
+            logits = self.step_all(chunk, "last" if last else "none")
+            following = list(ids[start + 1 : start + 1 + len(chunk)])
+            if prime and self.model.has_mtp and following:
+                self.mtp_absorb(self._hidden[: len(following)], following)
+            if progress:
+                progress(start + len(chunk), len(ids))
+        return logits[0]
+
+    # ---- MTP layer ------------------------------------------------------------------------------
+
+    @property
+    def mtp_length(self) -> int:
+        """Rows in the MTP caches: row j joins position j's hidden with token j + 1."""
+        return int(lib.clb_mtp_length(self.handle))
+
+    def mtp_rewind(self, length: int) -> None:
+        """Forget MTP rows from `length` on."""
+        check(lib.clb_mtp_rewind(self.handle, length, self._error), self._error)
+
+    def mtp_absorb(
+        self, hidden: np.ndarray, following: Sequence[int], draft: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """Append rows: post-norm `hidden` [n, hidden_size] and the token that follows each.
+
+        With `draft` (f32 [hidden_size], filled with the state the next draft step recycles),
+        returns the last row's logits [vocab], a view that the next draft call overwrites.
+        """
+        want = draft is not None
+        code = lib.clb_mtp_absorb(
+            self.handle, _floats(hidden), following, len(following),
+            _floats(self._draft_logits) if want else ffi.NULL,
+            _floats(draft) if want else ffi.NULL, self._error,
+        )  # fmt: skip
+        if code:
+            check(code, self._error)
+        return self._draft_logits if want else None
+
+    def mtp_draft(self, token: int, step: int, draft: np.ndarray) -> np.ndarray:
+        """Draft step `step` >= 1 after an absorb: logits [vocab]; `draft` is read and replaced."""
+        code = lib.clb_mtp_draft(
+            self.handle, token, step, _floats(draft), _floats(self._draft_logits), self._error
+        )
+        if code:
+            check(code, self._error)
+        return self._draft_logits
+
+    # ---- stopping, looking inside ------------------------------------------------------------------
+
+    def cancel(self, on: bool = True) -> None:
+        """Make the running step, and every later one, end with Cancelled; False re-arms."""
+        lib.clb_session_cancel(self.handle, on)
+
+    def watch(self, fd: int) -> None:
+        """End a running step with Cancelled as soon as `fd` is readable; -1: watch nothing."""
+        lib.clb_session_watch(self.handle, fd)
+
+    def counters(self) -> dict[str, int]:
+        """What the core has counted since the session began (csrc/colibri.h clb_counters)."""
+        counters = lib.clb_session_counters(self.handle)
+        fields = ffi.typeof("clb_counters").fields
+        return {name: int(getattr(counters, name)) for name, _ in fields}
+
+    def cache(self, layer: int, kind: str) -> np.ndarray | None:
+        """The "kv" or "index" cache of a layer: f32 view [context, width], or None."""
+        width = ffi.new("int64_t *")
+        pointer = lib.clb_session_cache(self.handle, layer, _KINDS[kind], width)
+        return _view(pointer, (self.context, width[0])) if pointer else None
+
+    def experts(self, layer: int, rows: int) -> np.ndarray | None:
+        """Experts of the last step's first `rows` rows: i32 [rows, k] ascending, or None."""
+        pointer = lib.clb_session_experts(self.handle, layer)
+        shape = (rows, self.model.config.num_experts_per_tok)
+        return _view(pointer, shape, np.int32).copy() if pointer else None
+
+    def capture(self, on: bool) -> None:
+        """Keep every layer's index sets of the last step, for `captured`."""
+        check(lib.clb_session_capture(self.handle, on, self._error), self._error)
+
+    def captured(self, layer: int, row: int) -> list[int] | None:
+        """Positions a row attended to in a layer, ascending; None when all before it."""
+        pointer = lib.clb_session_captured(self.handle, layer, row)
+        return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
+
+
+def _view(pointer: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(shape)
+
+
+def _floats(array: np.ndarray) -> Any:
+    """A C view of a contiguous f32 array."""
+    return ffi.from_buffer("float[]", array)
