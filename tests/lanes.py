@@ -1,0 +1,148 @@
+"""The engine's arithmetic in NumPy, bit for bit (docs/arithmetic.md): sixteen float32 lanes, fused
+multiply-adds and one order for everything. Plugged into `reference.Reference`, it predicts every
+bit of a quantised or float container's results."""
+
+from __future__ import annotations
+
+import numpy as np
+from reference import BLOCK, Float64, Matrix, Quantised, quantise_rows
+
+LANES = 16
+f32 = np.float32
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 a * b + c with one rounding. The product is exact in float64; only a sum that lands,
+    rounded, halfway between two floats could be rounded wrongly after that, and is nudged."""
+    product = np.multiply(a, b, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN here as it is there
+        total = np.atleast_1d(product + c)
+    halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    if halfway.any():
+        c = np.broadcast_to(np.float64(c), total.shape)
+        product = np.broadcast_to(product, total.shape)
+        part = total - product
+        lost = (product - (total - part)) + (c - part)
+        nudged = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+        total = np.where(halfway & (lost != 0), nudged, total)
+    return total.astype(f32).reshape(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)))
+
+
+def fold(acc: np.ndarray) -> np.ndarray:
+    """Lanes [..., 16] to sums [...]: l with l + 8, then l + 4, l + 2, l + 1."""
+    for half in (8, 4, 2, 1):
+        acc = acc[..., :half] + acc[..., half : 2 * half]
+    return acc[..., 0]
+
+
+def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sums over the last axis; lane l takes elements 16 c + l in order of c."""
+    shape = np.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+    acc = np.zeros((*shape, LANES), f32)
+    for first in range(0, a.shape[-1], LANES):
+        part = slice(first, first + LANES)
+        width = a[..., part].shape[-1]
+        acc[..., :width] = fma(a[..., part], b[..., part], acc[..., :width])
+    return fold(acc)
+
+
+def total(x: np.ndarray) -> np.ndarray:
+    """Plain sums over the last axis, in the lanes' order."""
+    acc = np.zeros((*x.shape[:-1], LANES), f32)
+    for first in range(0, x.shape[-1], LANES):
+        part = x[..., first : first + LANES]
+        acc[..., : part.shape[-1]] += part
+    return fold(acc)
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """e^x = 2^k e^r by a polynomial of degree 6; zero below ln 2^-126."""
+    hexes = float.fromhex
+    shifted = fma(x, f32(hexes("0x1.715476p+0")), f32(hexes("0x1.8p23")))
+    k = shifted - f32(hexes("0x1.8p23"))
+    r = fma(k, f32(hexes("-0x1.62e4p-1")), x)
+    r = fma(k, f32(hexes("-0x1.7f7d1cp-20")), r)
+    q = f32(hexes("0x1.6a234ep-10"))
+    for factor in ("0x1.123a6cp-7", "0x1.5558f4p-5", "0x1.55549p-3", "0x1.fffffcp-2"):
+        q = fma(q, r, f32(hexes(factor)))
+    e = f32(1) + fma(q, r * r, r)
+    with np.errstate(over="ignore"):
+        y = np.ldexp(e, np.clip(k, -200, 200).astype(np.int32))
+    y = np.where(x > f32(hexes("0x1.62e43p+6")), f32(np.inf), y)
+    return np.where(x < f32(hexes("-0x1.5d58ap+6")), f32(0), y)
+
+
+class Lanes(Float64):
+    """The operations of `reference.Float64` as the engine rounds them."""
+
+    dtype = np.float32
+
+    def linear(self, x: np.ndarray, w: Matrix) -> np.ndarray:
+        if isinstance(w, Quantised):
+            return self.quantised(x, w)
+        return dot(x[:, None], np.asarray(w, f32)[None])
+
+    def quantised(self, x: np.ndarray, w: Quantised) -> np.ndarray:
+        """Per block and lane an exact integer sum of four products, then one fma."""
+        codes, scale = quantise_rows(x)
+        blocks, (rows, cols) = codes.shape[1], w.codes.shape
+        lanes = np.arange(BLOCK).reshape(-1, 4)  # the four inputs of every lane
+        if w.even_odd:
+            lanes = np.arange(BLOCK).reshape(-1, 2).T.reshape(-1, 4)
+        weights = np.zeros((rows, blocks * BLOCK), np.int64)
+        weights[:, :cols] = w.codes
+        weights = weights.reshape(rows, blocks, BLOCK)[:, :, lanes]
+        wide = np.pad(w.wide(), ((0, 0), (0, blocks * BLOCK - cols)), mode="edge")
+        wide = wide.reshape(rows, blocks, BLOCK)[:, :, lanes[:, 0]]
+        acc = np.zeros((len(x), rows, LANES), f32)
+        for b in range(blocks):
+            products = codes[:, None, b][:, :, lanes].astype(np.int64) * weights[None, :, b]
+            both = wide[None, :, b] * scale[:, b, None, None]
+            acc = fma(products.sum(-1).astype(f32), both, acc)
+        return fold(acc)
+
+    def rms_norm(self, x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
+        mean = dot(x, x)[..., None] / f32(x.shape[-1])
+        return x * (f32(1) / np.sqrt(mean + f32(eps))) * gain
+
+    def layer_norm(self, x: np.ndarray, gain: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        centred = x - total(x)[..., None] / f32(x.shape[-1])
+        variance = dot(centred, centred)[..., None] / f32(x.shape[-1])
+        return fma(centred * (f32(1) / np.sqrt(variance + f32(1e-6))), gain, bias)
+
+    def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        return f32(1) / (f32(1) + exp(-x))
+
+    def angles(self, positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cos, sin = super().angles(positions, inv_freq)
+        return cos.astype(f32), sin.astype(f32)
+
+    def rotate(self, even: np.ndarray, odd: np.ndarray, cos: np.ndarray, sin: np.ndarray):
+        return fma(even, cos, -(odd * sin)), fma(odd, cos, even * sin)
+
+    def index_scores(self, q: np.ndarray, weight: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        acc = np.zeros(len(keys), f32)
+        for head, factor in zip(np.maximum(dot(q[:, None], keys[None]), 0), weight, strict=True):
+            acc = fma(factor, head, acc)
+        return acc
+
+    def attend(self, q_nope, q_rope, k_b, v_b, latents, ropes) -> np.ndarray:
+        carried = np.zeros((len(q_nope), k_b.shape[2]), f32)
+        for i in range(q_nope.shape[1]):
+            carried = fma(q_nope[:, i, None], k_b[:, i], carried)
+        query, keys = np.concatenate([carried, q_rope], 1), np.concatenate([latents, ropes], 1)
+        score = dot(query[:, None], keys[None]) * self.inverse_root(
+            q_nope.shape[1] + q_rope.shape[1]
+        )
+        weight = exp(score - score.max(1, keepdims=True))
+        weight = weight * (f32(1) / total(weight))[:, None]
+        mixed = np.zeros_like(carried)
+        for t, latent in enumerate(latents):
+            mixed = fma(weight[:, t, None], latent, mixed)
+        return dot(v_b, mixed[:, None])
+
+    def mixture(self, weights: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        acc = np.zeros_like(shared)
+        for weight, output in zip(weights, outputs, strict=True):
+            acc = fma(weight, output, acc)
+        return acc + shared
