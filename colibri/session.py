@@ -155,7 +155,7 @@ class Session:
             check(code, self._error)
         return self._draft_logits
 
-    # ---- stopping, looking inside ------------------------------------------------------------------
+    # ---- stopping, looking inside ---------------------------------------------------------------
 
     def cancel(self, on: bool = True) -> None:
         """Make the running step, and every later one, end with Cancelled; False re-arms."""
