@@ -6,9 +6,7 @@ from colibri.checkpoint import Checkpoint
 from colibri.config import ModelConfig
 from colibri.formats import FLOAT_BYTES, Kind, MatrixRef
 from colibri.inventory import PROJECTIONS, expert_name, expert_shape, records_name
-from colibri.resolve import FLOAT_KINDS, Resolver, own_records, record_part
-
-RECORD_ALIGN = 4096
+from colibri.resolve import FLOAT_KINDS, RECORD_ALIGN, Resolver, own_records, record_part
 
 # One entry of a table: clb_tensor of csrc/colibri.h, byte for byte.
 MATRIX_DTYPE = np.dtype(

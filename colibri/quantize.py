@@ -13,8 +13,9 @@ _F16_LEAST = 2.0**-24
 _F32_LEAST = 1e-8  # the public engine's floor
 _LOW = {Kind.INT8: -128, Kind.INT4: -8, Kind.INT3: -4, Kind.INT2: -2}
 _HIGH = {Kind.INT8: 127, Kind.INT4: 7, Kind.INT3: 3, Kind.INT2: 1}
-# Scales tried by `search`, as fractions of the absmax scale: past 1 never won a group.
-_SHRINK = tuple(float(f) for f in np.linspace(0.70, 1.0, 13))
+# `search` tries this many scales from (least fraction) to 1 of the absmax scale, in both signs.
+_TRIALS = 13
+_LEAST_FRACTION = {Kind.INT4: 0.70, Kind.INT3: 0.50, Kind.INT2: 0.25}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def encode(weights: np.ndarray, form: Format, search: bool = False) -> Encoded:
     """Encode f32 [rows, cols]. Rounding is half to even; the stored scale is the one rounded by.
 
     Without `search` a group's scale is absmax / (largest code), floored at 1e-8 (f32) or 2^-24
-    (f16). With it, smaller scales of either sign are tried and the least squared error kept.
+    (f16). With it, smaller scales of either sign are tried and the least squared error kept
+    (int8 gains nothing by that and is left alone).
     UsageError for weights that are not finite or too large for f16 scales.
     """
     weights = np.ascontiguousarray(weights, dtype=np.float32)
@@ -101,7 +103,7 @@ def _encode_rows(weights: np.ndarray, form: Format, search: bool) -> tuple[np.nd
     if not np.isfinite(absmax).all():
         raise UsageError("weights that are not finite cannot be quantised; the source is damaged")
     scales = _round_scales(absmax / np.float32(_HIGH[form.kind]), form.scale)
-    if search:
+    if search and form.kind in _LEAST_FRACTION:
         scales = _search_scales(grouped, scales, form)
     codes = _codes(grouped, scales.astype(np.float32), form.kind).reshape(rows, count * group)
     return _pack(codes[:, :cols], form.kind), scales
@@ -133,15 +135,25 @@ def _search_scales(grouped: np.ndarray, start: np.ndarray, form: Format) -> np.n
     A negative scale gives the largest weight the one extra code below zero."""
     best, least = start, np.full(start.shape, np.inf, np.float32)
     for sign in (1, -1):
-        for fraction in _SHRINK:
-            scale = start.astype(np.float32) * np.float32(fraction)
-            tried = _round_scales(scale, form.scale) * _dtype(form.scale)(sign)
+        for fraction in np.linspace(_LEAST_FRACTION[form.kind], 1.0, _TRIALS, dtype=np.float32):
+            tried = _round_scales(start.astype(np.float32) * fraction, form.scale)
+            tried = tried * tried.dtype.type(sign)
             spread = tried.astype(np.float32)
             error = _codes(grouped, spread, form.kind) * spread[:, :, None] - grouped
-            square = np.einsum("rgi,rgi->rg", error, error)
+            square = _fold(error * error)
             better = square < least
             best, least = np.where(better, tried, best), np.where(better, square, least)
-    return best.astype(start.dtype)
+    return best
+
+
+def _fold(values: np.ndarray) -> np.ndarray:
+    """Sum over the last axis in a fixed order: the upper half onto the lower, until one is left."""
+    while values.shape[-1] > 1:
+        half = (values.shape[-1] + 1) // 2
+        lower = values[..., :half].copy()
+        lower[..., : values.shape[-1] - half] += values[..., half:]
+        values = lower
+    return values[..., 0]
 
 
 def _pack(codes: np.ndarray, kind: Kind) -> np.ndarray:
