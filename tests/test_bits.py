@@ -1,0 +1,121 @@
+"""The engine against the NumPy reference in the engine's own arithmetic: equal bits, every format.
+
+No tolerance would do. Activations are rounded to int8, and where two correct computations straddle
+a rounding boundary a code flips, so that after a few layers float64 and float32 are as far apart as
+if one of them had not rounded at all (reference.py). Equality has no such excuse.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from lanes import Lanes
+from reference import Reference, read_config
+from stored import getter
+
+import colibri.demo
+from colibri.container import Container
+from colibri.convert import convert_directory
+from colibri.formats import Format
+from colibri.layout import Formats
+from colibri.model import Model, available_isas
+from colibri.session import Session
+
+FORMATS = ("f32", "bf16", "f16", "int8", "int8-g32-f32", "int4-g64", "int4-g8", "int4-f32",
+           "int3-g64", "int2")  # fmt: skip
+ROWS = 12  # longer than index_topk
+
+
+def converted(case: str, text: str, directory: Path, way: str = "shared") -> Container:
+    """A tiny checkpoint written by colibri with every matrix in one format."""
+    source = oracle.load(case).checkpoint(directory / "source", way)
+    form = Format.parse(text)
+    convert_directory(source, directory / "out", Formats(form, form, form, form), search=False)
+    return Container.open(directory / "out")
+
+
+def pair(container: Container, isa: str | None = None) -> tuple[Session, Reference]:
+    """The engine and the reference on one container."""
+    session = Session(Model.open(container, isa=isa), 64, 32)
+    session.capture(True)
+    config = read_config(container.directory)
+    return session, Reference(config, getter(container), Lanes())
+
+
+def assert_same(a: np.ndarray, b: np.ndarray, what: str) -> None:
+    """Equal bytes; the message counts what differs."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    assert a.shape == b.shape and a.dtype == b.dtype, what
+    differ = np.count_nonzero(a.view(np.int32) != b.view(np.int32))
+    assert not differ, f"{what}: {differ} of {a.size} differ, by {oracle.worst(a, b):.1e}"
+
+
+def assert_caches(session: Session, reference: Reference) -> None:
+    """Key, value and index caches, and the choices made from them, of every layer."""
+    for layer, sets in reference.sets.items():
+        length = session.length if layer < reference.config.num_hidden_layers else len(sets)
+        kv = session.cache(layer, "kv")
+        assert_same(kv[: len(reference.kv[layer])], reference.kv[layer], f"layer {layer} kv")
+        if layer in reference.keys:
+            keys = session.cache(layer, "index")[: len(reference.keys[layer])]
+            assert_same(keys, reference.keys[layer], f"layer {layer} index keys")
+        if layer == reference.config.num_hidden_layers:
+            continue
+        for row, chosen in enumerate(sets):
+            found = session.captured(layer, row)
+            all_before = list(range(length - len(sets) + row + 1))
+            assert (all_before if found is None else found) == chosen.tolist(), (layer, row)
+        if layer in reference.experts:
+            experts = reference.experts[layer]
+            assert np.array_equal(session.experts(layer, len(sets)), experts), layer
+
+
+def compare(session: Session, reference: Reference, ids: list[int], parts: list[int]) -> None:
+    """A prompt in parts, then an absorb of all its rows and two draft steps."""
+    hidden = []
+    for part in np.split(np.array(ids), np.cumsum(parts)[:-1]):
+        assert_same(session.step_all(part.tolist()), reference.step_all(part), "logits")
+        assert_same(session.hidden[: len(part)], reference.hidden, "hidden")
+        assert_caches(session, reference)
+        hidden.append(session.hidden[: len(part)].copy())
+    hidden, following = np.concatenate(hidden), [*ids[1:], 3]
+    state = np.empty(hidden.shape[1], np.float32)
+    logits = session.mtp_absorb(hidden, following, state)
+    expected, expected_state = reference.mtp_absorb(hidden, following)
+    for step in range(3):
+        if step:
+            token = int(expected.argmax())
+            logits = session.mtp_draft(token, step, state)
+            expected, expected_state = reference.mtp_draft(token, step, expected_state)
+        assert_same(logits, expected, f"draft step {step} logits")
+        assert_same(state, expected_state, f"draft step {step} hidden")
+    assert_same(
+        session.cache(reference.config.num_hidden_layers, "kv")[: len(ids)],
+        reference.kv[reference.config.num_hidden_layers][: len(ids)],
+        "MTP cache",
+    )
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_every_format(text, tmp_path):
+    """Widths that fill no block: logits, hiddens, caches, choices and drafts, bit for bit."""
+    session, reference = pair(converted("ragged", text, tmp_path))
+    compare(session, reference, oracle.load("ragged").ids[:ROWS].tolist(), [9, 1, 2])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("way", oracle.WAYS)
+def test_every_instruction_set(isa, way, tmp_path):
+    """int4 with groups, both ways of drafting, on everything this processor runs."""
+    session, reference = pair(converted("groups", "int4-g32", tmp_path, way), isa)
+    compare(session, reference, oracle.load("groups").ids[:ROWS].tolist(), [3, 9])
+
+
+def test_demo():
+    """The demo model: int4-g64 experts, int8 everything else, f16 scales."""
+    container = Container.open(Path(colibri.demo.__file__).parent / "model")
+    session, reference = pair(container)
+    compare(session, reference, [5, 100, 900, 17, 42, 300], [5, 1])
