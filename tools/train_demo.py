@@ -1,0 +1,301 @@
+"""Train the demo model on one CPU core; every run can be stopped and resumed.
+
+usage: train_demo.py trunk  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume] [--random-init]
+       train_demo.py index  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume]
+`trunk` trains the network and its MTP layer from BASE_DIR's weights by the schedule in
+demo_recipe.json, which is measured in minutes of training, not in steps. `index` freezes all of
+it and distils the DSA indexers from the attention they are to predict. RUN_DIR/trunk.pt and
+RUN_DIR/index.pt are the checkpoints (weights, optimiser, random state, minutes), log.txt the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from demo_data import Batch, Mixture
+from demo_distil import distillation_loss
+from demo_model import MTP_STEPS, DemoModel, Moe, Shape
+from demo_optim import DemoOptimizer
+from export_demo import load_model
+from torch import Tensor
+
+CHECKPOINT_SECONDS = 180.0
+LOG_STEPS = 25
+RECIPE = Path(__file__).with_name("demo_recipe.json")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the schedule, up to the fraction `until` of the minutes."""
+
+    until: float
+    length: int
+    rows: int
+    draft_rows: int
+    mix: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """demo_recipe.json: rates are the peak learning rates of the parameter groups."""
+
+    minutes: float
+    decay_from: float
+    warm_steps: int
+    adam_rate: float
+    expert_rate: float
+    muon_rate: float
+    bias_rate: float
+    draft_weight: float
+    phases: tuple[Phase, ...]
+
+    @staticmethod
+    def load(path: Path) -> Recipe:
+        raw = json.loads(path.read_text())
+        raw["phases"] = tuple(Phase(**phase) for phase in raw["phases"])
+        return Recipe(**raw)
+
+    def phase_at(self, fraction: float) -> int:
+        """Index of the phase that holds `fraction`."""
+        ends = [phase.until for phase in self.phases[:-1]]
+        return sum(fraction >= end for end in ends)
+
+    def rate_at(self, step: int, fraction: float) -> float:
+        """Warm-up, plateau, linear decay to 2 % (WSD)."""
+        warm = min(1.0, (step + 1) / self.warm_steps)
+        if fraction < self.decay_from:
+            return warm
+        left = (1.0 - fraction) / (1.0 - self.decay_from)
+        return warm * max(0.02, left)
+
+
+class Clock:
+    """Training time that survives a restart."""
+
+    def __init__(self, minutes: float, spent: float = 0.0) -> None:
+        self.limit, self.spent, self.since = minutes * 60, spent, time.monotonic()
+
+    def seconds(self) -> float:
+        return self.spent + time.monotonic() - self.since
+
+    def fraction(self) -> float:
+        return min(1.0, self.seconds() / self.limit)
+
+
+class Log:
+    """Appends lines to the log file and keeps moving averages per domain."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.means = stream, {}
+        self.tokens, self.cpu = 0, time.process_time()
+
+    def line(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def track(self, name: str, value: float) -> None:
+        self.means[name] = 0.96 * self.means.get(name, value) + 0.04 * value
+
+    def report(self, step: int, clock: Clock, rate: float) -> None:
+        speed = self.tokens / max(1e-9, time.process_time() - self.cpu)
+        means = " ".join(f"{name} {mean:.3f}" for name, mean in sorted(self.means.items()))
+        self.line(
+            f"step {step} min {clock.seconds() / 60:.1f} rate {rate:.3f} "
+            f"tok/cpu-s {speed:.0f} {means}"
+        )
+        self.tokens, self.cpu = 0, time.process_time()
+
+
+def save_atomically(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint so that a crash leaves the old one or the new one."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def token_losses(model: DemoModel, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Cross entropies [B, T], zero where the weight is zero (those rows skip the head)."""
+    used = weights > 0
+    losses = F.cross_entropy(model.logits(hidden[used]), targets[used], reduction="none")
+    return torch.zeros_like(weights).masked_scatter(used, losses)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights).sum() / weights.sum().clamp_min(1.0)
+
+
+def batch_loss(model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: Any
+               ) -> Tensor:
+    """The training loss of a batch; tracks the loss per domain and of the draft steps."""
+    ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
+    length, few = phase.length, phase.draft_rows
+    hidden = model.trunk(ids[:, :length])
+    ahead = weights[:, 1 : length + 1]
+    losses = token_losses(model, hidden, ids[:, 1 : length + 1], ahead)
+    for row, domain in enumerate(batch.domains):
+        log.track(names[domain], float(weighted_mean(losses[row].detach(), ahead[row])))
+    total = weighted_mean(losses, ahead)
+    if not few:
+        return total
+    drafts = model.drafts(hidden[:few], ids[:few, 1 : length + MTP_STEPS])
+    for step, rows in enumerate(drafts):
+        span = slice(step + 2, step + 2 + length)
+        ahead = weights[:few, span]
+        loss = weighted_mean(token_losses(model, rows, ids[:few, span], ahead), ahead)
+        log.track(f"draft{step + 1}", float(loss.detach()))
+        total = total + weight / MTP_STEPS * loss
+    return total
+
+
+@torch.no_grad()
+def balance(model: DemoModel, rate: float) -> float:
+    """Move every router's correction bias towards an even load; returns the worst load ratio."""
+    worst = 0.0
+    for module in model.modules():
+        if isinstance(module, Moe) and module.load.sum() > 0:
+            mean = module.load.mean()
+            worst = max(worst, float(module.load.max() / mean))
+            module.correction += rate * torch.sign(mean - module.load)
+            module.load.zero_()
+    return worst
+
+
+@dataclass
+class Run:
+    """What a resumed run needs: everything that changes while training."""
+
+    model: DemoModel
+    optimizer: Any
+    rng: np.random.Generator
+    clock: Clock
+    step: int = 0
+    tokens: int = 0
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": json.dumps(self.rng.bit_generator.state),
+            "seconds": self.clock.seconds(),
+            "step": self.step,
+            "tokens": self.tokens,
+        }
+        save_atomically(state, path)
+
+    def restore(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rng.bit_generator.state = json.loads(state["rng"])
+        self.clock.spent, self.step, self.tokens = state["seconds"], state["step"], state["tokens"]
+
+
+def steps(run: Run, path: Path) -> Iterator[float]:
+    """Yields the elapsed fraction before every step; saves at intervals and at the end."""
+    saved = time.monotonic()
+    while (fraction := run.clock.fraction()) < 1.0:
+        yield fraction
+        run.step += 1
+        if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            run.save(path)
+            saved = time.monotonic()
+    run.save(path)
+
+
+def train_trunk(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
+    current, mixture = -1, None
+    for fraction in steps(run, path):
+        index = recipe.phase_at(fraction)
+        phase = recipe.phases[index]
+        if index != current or mixture is None:
+            current, mixture = index, Mixture(data, phase.mix)
+            log.line(f"phase {index}: {phase}")
+        batch = mixture.draw(run.rng, phase.rows, phase.length)
+        loss = batch_loss(run.model, batch, phase, recipe.draft_weight, log, mixture.names)
+        loss.backward()
+        rate = recipe.rate_at(run.step, fraction)
+        log.track("grad", run.optimizer.step(rate))
+        log.track("load", balance(run.model, recipe.bias_rate * (1 - fraction) ** 2))
+        run.tokens += phase.rows * phase.length
+        log.tokens += phase.rows * phase.length
+        if run.step % LOG_STEPS == 0:
+            log.report(run.step, run.clock, rate)
+    log.line(f"trunk done: {run.step} steps, {run.tokens} tokens")
+
+
+def train_index(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
+    phase = recipe.phases[-1]
+    mixture = Mixture(data, phase.mix)
+    for fraction in steps(run, path):
+        batch = mixture.draw(run.rng, 2, phase.length)
+        losses = distillation_loss(run.model, torch.from_numpy(batch.ids), phase.length)
+        sum(losses.values()).backward()
+        for name, loss in losses.items():
+            log.track(name, float(loss.detach()))
+        rate = min(1.0, (run.step + 1) / 20) * max(0.02, min(1.0, 2 * (1 - fraction)))
+        for group in run.optimizer.param_groups:
+            group["lr"] = 3e-3 * rate
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        run.tokens += 2 * phase.length
+        log.tokens += 2 * phase.length
+        if run.step % LOG_STEPS == 0:
+            log.report(run.step, run.clock, rate)
+    log.line(f"index done: {run.step} steps, {run.tokens} tokens")
+
+
+def index_run(model: DemoModel, trunk: Path, seed: int, minutes: float) -> Run:
+    """A run over the indexers alone, on the finished trunk."""
+    model.load_state_dict(torch.load(trunk, weights_only=True)["model"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in name)
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    return Run(model, optimizer, np.random.default_rng(seed), Clock(minutes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=("trunk", "index"))
+    parser.add_argument("data", type=Path)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--random-init", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    recipe = Recipe.load(RECIPE)
+    model = DemoModel(Shape.load(args.base)) if args.random_init else load_model(args.base)
+    args.run.mkdir(parents=True, exist_ok=True)
+    path = args.run / f"{args.stage}.pt"
+    if args.stage == "trunk":
+        clock = Clock(args.minutes or recipe.minutes)
+        run = Run(model, DemoOptimizer(model, recipe), np.random.default_rng(args.seed), clock)
+    else:
+        run = index_run(model, args.run / "trunk.pt", args.seed, args.minutes or 12)
+    if args.resume:
+        run.restore(path)
+    with (args.run / "log.txt").open("a") as stream:
+        train = train_trunk if args.stage == "trunk" else train_index
+        train(run, recipe, args.data, Log(stream), path)
+
+
+if __name__ == "__main__":
+    main()
