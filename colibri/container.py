@@ -226,19 +226,23 @@ class Container:
         return entries
 
     def _note_ignored(self) -> None:
-        layers = len(self.layers)
-        beyond = {
-            int(found[1])
-            for found in map(re.compile(r"model\.layers\.(\d{1,6})\.").match, self.tensors)
-            if found and int(found[1]) >= layers
-        }
-        if beyond and not (beyond == {layers} and self.config.mtp_layer == layers):
-            numbers = ", ".join(map(str, sorted(beyond)))
-            self.notes.append(f"layers {numbers} are beyond what config.json describes: ignored")
-        for name, entry in ((e.name, e) for e in self.entries if e.role == "router_bias"):
-            if self._matrices[name].format != Kind.F32:
-                self.notes.append(f"{name} (layer {entry.layer}) is not F32: routing may differ")
-                break
+        used = set(self._matrices)
+        sparse = {f"model.layers.{layer}" for layer in self._experts}
+        unused = [
+            name
+            for name in self.tensors
+            if name.partition(".mlp.experts.")[0] not in sparse
+            and name.removesuffix(".qs").removesuffix(".scales") not in used
+        ]
+        if unused:
+            self.notes.append(
+                f"{len(unused)} stored tensors are not part of this model and are ignored, "
+                f"first {unused[0]}"
+            )
+        biases = [entry.name for entry in self.entries if entry.role == "router_bias"]
+        rounded = [name for name in biases if self._matrices[name].format != Kind.F32]
+        if rounded:
+            self.notes.append(f"{rounded[0]} is not F32: routing may differ from the model's")
 
 
 def format_of(ref: MatrixRef) -> Format:
