@@ -13,6 +13,12 @@ from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.formats import MatrixRef
 
 INDEX_EPS = 1e-6  # the indexer's LayerNorm, in every implementation of the architecture
+_IO = {
+    "mmap": lib.CLB_IO_MMAP,
+    "mmap-tight": lib.CLB_IO_MMAP_TIGHT,
+    "buffered": lib.CLB_IO_BUFFERED,
+    "direct": lib.CLB_IO_DIRECT,
+}
 _ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -68,7 +74,22 @@ class Model:
             check(code, error)
         model._describe(error)
         model._load(error, progress)
+        model.set_residency("mmap", 0)
         return model
+
+    def set_residency(self, io: str, slots_per_layer: int) -> None:
+        """How experts come into memory, from the next step on; what was resident is dropped.
+
+        `io`: mmap (the page cache holds them), mmap-tight (pages are asked for at every use),
+        buffered or direct (our own slots, at most `slots_per_layer` experts a layer on average).
+        """
+        error = ffi.new("clb_error *")
+        code = lib.clb_model_set_residency(self.handle, _IO[io], slots_per_layer, error)
+        check(code, error)
+
+    def expert_bytes(self, layer: int) -> int:
+        """Bytes of one routed expert of a layer, scales included."""
+        return int(lib.clb_model_expert_bytes(self.handle, layer))
 
     @property
     def isa(self) -> str:

@@ -70,6 +70,16 @@ int32_t clb_model_set_experts(clb_model *model, int32_t layer, const clb_tensor 
 /* Copies the dense part of one layer (-1: embedding, head, final norm) into RAM. */
 int32_t clb_model_load(clb_model *model, int32_t layer, int64_t *bytes, clb_error *error);
 
+/* How experts come into memory. MMAP: the page cache holds them; TIGHT asks for the pages at every
+   use, for a container larger than memory. BUFFERED and DIRECT: slots of our own, filled through
+   the page cache or past it. */
+enum { CLB_IO_MMAP, CLB_IO_MMAP_TIGHT, CLB_IO_BUFFERED, CLB_IO_DIRECT };
+
+int64_t clb_model_expert_bytes(const clb_model *model, int32_t layer); /* one routed expert */
+/* Call after the experts are set and before any step; again to change it between steps. */
+int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots_per_layer,
+                                clb_error *error);
+
 /* ---- session ----------------------------------------------------------------------------- */
 
 typedef struct clb_session clb_session;
@@ -80,6 +90,8 @@ enum { CLB_CACHE_KV, CLB_CACHE_INDEX };
 typedef struct clb_counters {
     int64_t forwards, rows;                 /* step_all calls and their rows */
     int64_t expert_uses, expert_bytes;      /* distinct experts computed, and their bytes */
+    int64_t expert_loads, read_bytes;       /* those not in memory, and their bytes */
+    int64_t read_wait_ns;                   /* time spent waiting for them */
     int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
 } clb_counters;

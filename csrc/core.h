@@ -1,11 +1,13 @@
 /* Inside the core: the structs that model.c, session.c and the layer files share. */
 #ifndef CLB_CORE_H
 #define CLB_CORE_H
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include "colibri.h"
 #include "kernels.h"
+#include "reader.h"
 #include "threads.h"
 
 /* ---- limits ------------------------------------------------------------------------------- */
@@ -22,13 +24,24 @@ enum {
 typedef struct clb_shard {
     char *path;
     int fd;
+    int direct_fd;      /* O_DIRECT, or -1 */
     int64_t size;
     const uint8_t *map; /* [size] */
 } clb_shard;
 
+typedef struct clb_place { /* bytes of one payload or one scale array */
+    int32_t shard;
+    int64_t offset, bytes;
+} clb_place;
+
+enum { CLB_EXPERT_PARTS = 6 }; /* gate, up, down: payload and scales of each */
+
 typedef struct clb_expert {
     clb_matrix gate, up, down; /* [moe_intermediate][hidden] twice, [hidden][moe_intermediate] */
+    clb_place part[CLB_EXPERT_PARTS];
 } clb_expert;
+
+typedef struct clb_residency clb_residency; /* experts.c: which experts are in memory */
 
 typedef struct clb_layer {
     clb_tensor spec[CLB_ROLES];
@@ -37,7 +50,6 @@ typedef struct clb_layer {
     const float *v[CLB_ROLES];   /* norms, biases: f32 */
     uint8_t *memory;             /* owns what w and v point to */
     clb_expert *experts;         /* [experts], views into the mapped shards */
-    atomic_uchar *populated;     /* [experts] its pages were asked for once */
     bool sparse, loaded;
     uint8_t index_kind;
     int64_t dense_bytes;         /* weights read by one step, routed experts excluded */
@@ -54,6 +66,8 @@ struct clb_model {
     int64_t layer_count; /* layers + has_mtp */
     clb_layer *layers;   /* [layer_count] */
     clb_layer top;       /* embedding, final norm, head */
+    clb_residency *residency;
+    pthread_mutex_t step; /* one step at a time: the pool and the residency serve one caller */
 };
 
 /* ---- activations and scratch ---------------------------------------------------------------- */
@@ -85,6 +99,7 @@ typedef struct clb_pair {
 struct clb_session {
     clb_model *model;
     int64_t context, max_rows, length, mtp_length, bytes;
+    int64_t step_id, step_start, step_rows; /* the last step: for recency once rows are kept */
     float **kv;          /* [layer_count] each [context][kv_lora + rope] */
     float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
     float *hidden;       /* [max_rows][hidden] post-norm, of the last step */
@@ -106,6 +121,10 @@ struct clb_session {
     float *router;                     /* [max_rows][experts] */
     float *pair_out;                   /* [pair_rows][hidden] */
     clb_pair *pairs;                   /* [max_rows * experts_per_token] */
+    struct clb_lease *leases;          /* [experts] */
+    struct clb_run *runs;              /* [experts] */
+    int32_t *active_runs;              /* [experts] */
+    int32_t *active_pairs;             /* [pair_rows] */
     clb_selection *selected;           /* [max_rows] */
     int32_t *selected_index;           /* [max_rows][index_topk] */
     clb_selection mtp_seed;            /* set of the last absorbed row, for shared drafts */
@@ -130,8 +149,9 @@ int32_t clb_shard_open(clb_shard *shard, const char *path, int64_t size, clb_err
 void clb_shard_close(clb_shard *shard);
 int32_t clb_shard_read(const clb_shard *shard, int64_t offset, int64_t n, uint8_t *out,
                        clb_error *error);
-/* Asks the system for pages [p, p + n) at once; an I/O error is reported, never a signal. */
-int32_t clb_populate(const uint8_t *p, int64_t n);
+/* Mapped pages [p, p + n): start reading them, or have them all read; an I/O error is reported,
+   never a signal. */
+int32_t clb_populate(const uint8_t *p, int64_t n, bool start);
 
 /* ---- tensor.c ----------------------------------------------------------------------------- */
 

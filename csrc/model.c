@@ -1,7 +1,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#include "core.h"
+#include "experts.h"
 
 /* ---- shapes: what each role must be (reference: the checkpoint's tensor table) ---------------- */
 
@@ -145,6 +145,7 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
     if (code) return code;
     clb_model *m = calloc(1, sizeof *m);
     if (!m) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    pthread_mutex_init(&m->step, NULL);
     code = fill_model(m, config, isa, threads, error);
     if (code) {
         clb_model_free(m);
@@ -157,12 +158,13 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
 static void free_layer(clb_layer *layer) {
     free(layer->memory);
     free(layer->experts);
-    free((void *)layer->populated);
 }
 
 void clb_model_free(clb_model *m) {
     if (!m) return;
+    clb_residency_free(m->residency);
     clb_pool_free(m->pool);
+    pthread_mutex_destroy(&m->step);
     for (int64_t i = 0; m->layers && i < m->layer_count; i++) free_layer(&m->layers[i]);
     free_layer(&m->top);
     for (int32_t i = 0; i < m->shard_count; i++) clb_shard_close(&m->shards[i]);
@@ -235,8 +237,14 @@ static clb_matrix in_place(const clb_model *m, const clb_tensor *t, clb_matrix s
     return shape;
 }
 
-static int64_t matrix_bytes(const clb_matrix *w) {
-    return w->rows * (w->row_bytes + w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4));
+
+static int64_t scale_bytes(const clb_matrix *w) {
+    return w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
+}
+
+static void set_parts(clb_expert *e, int64_t which, const clb_tensor *t, const clb_matrix *shape) {
+    e->part[2 * which] = (clb_place){t->shard, t->offset, shape->rows * shape->row_bytes};
+    e->part[2 * which + 1] = (clb_place){t->scale_shard, t->scale_offset, scale_bytes(shape)};
 }
 
 int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *tensors,
@@ -246,8 +254,7 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
     if (number < 0 || !layer || !layer->sparse || layer->experts)
         return clb_fail(error, CLB_INVALID, "layer %d takes no experts", number);
     layer->experts = calloc((size_t)c->experts, sizeof *layer->experts);
-    layer->populated = calloc((size_t)c->experts, sizeof *layer->populated);
-    if (!layer->experts || !layer->populated)
+    if (!layer->experts)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory for layer %d", number);
     for (int64_t i = 0; i < 3 * c->experts; i++) {
         const clb_tensor *t = &tensors[i];
@@ -264,7 +271,8 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
             return clb_fail(error, CLB_INVALID, "layer %d expert %d: shape or format differs from "
                             "its neighbours or the configuration", number, (int)(i / 3));
         *place[i % 3] = in_place(m, t, shape);
-        if (i < 3) layer->expert_bytes += matrix_bytes(place[i]);
+        set_parts(&layer->experts[i / 3], i % 3, t, &shape);
+        if (i < 3) layer->expert_bytes += shape.rows * shape.row_bytes + scale_bytes(&shape);
     }
     return CLB_OK;
 }
@@ -288,7 +296,7 @@ static int32_t copy_role(clb_model *m, clb_layer *layer, int32_t role, uint8_t *
     copy_sizes(t, w, role, &data, &scales);
     if (is_vector(role)) {
         clb_matrix mapped = in_place(m, t, *w);
-        if (clb_populate(mapped.data, w->row_bytes))
+        if (clb_populate(mapped.data, w->row_bytes, false))
             return clb_fail(error, CLB_IO, "reading %s failed", m->shards[t->shard].path);
         m->kernels->dequantize_row(&mapped, 0, (float *)out);
         layer->v[role] = (const float *)out;
@@ -343,4 +351,17 @@ int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *
     layer->loaded = !code;
     if (bytes) *bytes = total;
     return code;
+}
+
+/* ---- residency ------------------------------------------------------------------------------------ */
+
+int64_t clb_model_expert_bytes(const clb_model *m, int32_t layer) {
+    return layer >= 0 && layer < m->layer_count ? m->layers[layer].expert_bytes : 0;
+}
+
+int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, clb_error *error) {
+    for (int64_t i = 0; i < m->layer_count; i++)
+        if (m->layers[i].sparse && !m->layers[i].experts)
+            return clb_fail(error, CLB_INVALID, "layer %d has no experts yet", (int)i);
+    return clb_residency_new(m, io, slots, error);
 }

@@ -1,45 +1,28 @@
-/* The mixture of experts: each distinct expert runs once over all the rows that chose it. A row's
-   experts are added in ascending id, whatever rows run beside it. */
+/* The mixture of experts: each distinct expert runs once over all the rows that chose it, those in
+   memory first, the others as they arrive. A row's experts are added in ascending id, whatever
+   order they were computed in. */
 #include <string.h>
-#include "core.h"
+#include "experts.h"
 
 enum { UNIT = 32 }; /* output rows of one task */
 
-typedef struct expert_run { /* pairs [first, last) of the batch share one expert */
-    const clb_expert *expert;
+typedef struct batch { /* runs [first, last) of the layer: what the pair buffers hold at once */
     int64_t first, last;
-} expert_run;
+    bool leased;
+} batch;
 
 typedef struct moe_job {
     clb_session *s;
-    clb_layer *layer;
-    const clb_pair *pairs; /* of this batch, by expert then row */
-    int64_t pair_count;
-    const expert_run *runs;
-    int64_t run_count, units;
-    atomic_int failed;
+    const clb_layer *layer;
+    clb_lease *leases;     /* [runs of the layer] */
+    clb_run *runs;
+    int64_t run_count, base; /* base: first pair of the batch */
+    int32_t *active;       /* runs computed now */
+    int64_t active_count, units;
+    int32_t *active_pairs; /* and their pairs, counted from base */
+    int64_t active_pair_count;
+    batch batch;
 } moe_job;
-
-/* ---- pages ------------------------------------------------------------------------------------ */
-
-static int32_t populate_matrix(const clb_matrix *w) {
-    int64_t scales = w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
-    if (clb_populate(w->data, w->rows * w->row_bytes)) return CLB_IO;
-    return w->scales ? clb_populate(w->scales, scales) : CLB_OK;
-}
-
-static void populate_runs(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    moe_job *job = arg;
-    (void)thread;
-    for (int64_t i = begin; i < end; i++) {
-        const clb_expert *e = job->runs[i].expert;
-        atomic_uchar *flag = &job->layer->populated[e - job->layer->experts];
-        if (atomic_load_explicit(flag, memory_order_relaxed)) continue;
-        if (populate_matrix(&e->gate) || populate_matrix(&e->up) || populate_matrix(&e->down))
-            atomic_store(&job->failed, 1);
-        atomic_store(flag, 1);
-    }
-}
 
 /* ---- gate, up, down ----------------------------------------------------------------------------- */
 
@@ -54,12 +37,12 @@ static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
     return part;
 }
 
-static void run_units(moe_job *job, const clb_matrix *w, const expert_run *run, clb_input *input,
-                      float *y, int64_t unit) {
-    const clb_model *m = job->s->model;
-    clb_acts acts = part_of(&input->form[w->format == CLB_INT4], run->first, run->last);
-    int64_t first = unit * UNIT, last = first + UNIT < w->rows ? first + UNIT : w->rows;
-    m->kernels->linear[w->format](w, &acts, first, last, y + run->first * w->rows, w->rows);
+static void run_unit(moe_job *job, const clb_matrix *w, const clb_run *run, clb_input *input,
+                     float *y, int64_t unit) {
+    int64_t pair = run->first - job->base, first = unit * UNIT;
+    int64_t last = first + UNIT < w->rows ? first + UNIT : w->rows;
+    clb_acts acts = part_of(&input->form[w->format == CLB_INT4], pair, run->last - job->base);
+    job->s->model->kernels->linear[w->format](w, &acts, first, last, y + pair * w->rows, w->rows);
 }
 
 static void gate_and_up(void *arg, int64_t begin, int64_t end, int32_t thread) {
@@ -67,66 +50,49 @@ static void gate_and_up(void *arg, int64_t begin, int64_t end, int32_t thread) {
     clb_session *s = job->s;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        const expert_run *run = &job->runs[i / (2 * job->units)];
+        int32_t run = job->active[i / (2 * job->units)];
         int64_t unit = i % (2 * job->units);
-        bool up = unit >= job->units;
-        run_units(job, up ? &run->expert->up : &run->expert->gate, run, &s->in_pairs,
-                  up ? s->up : s->gate, up ? unit - job->units : unit);
+        if (unit < job->units)
+            run_unit(job, &job->leases[run].gate, &job->runs[run], &s->in_pairs, s->gate, unit);
+        else
+            run_unit(job, &job->leases[run].up, &job->runs[run], &s->in_pairs, s->up,
+                     unit - job->units);
     }
 }
 
 static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
+    clb_session *s = job->s;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        const expert_run *run = &job->runs[i / job->units];
-        run_units(job, &run->expert->down, run, &job->s->in_inner, job->s->pair_out,
-                  i % job->units);
+        int32_t run = job->active[i / job->units];
+        run_unit(job, &job->leases[run].down, &job->runs[run], &s->in_inner, s->pair_out,
+                 i % job->units);
     }
 }
 
-typedef struct swiglu_job {
-    clb_session *s;
-    int64_t width;
-} swiglu_job;
+/* ---- rows of activations -------------------------------------------------------------------------- */
 
-static void swiglu_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    swiglu_job *job = arg;
-    (void)thread;
-    for (int64_t r = begin; r < end; r++) {
-        float *gate = job->s->gate + r * job->width;
-        job->s->model->kernels->swiglu(gate, job->s->up + r * job->width, job->width, gate);
-    }
+static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int32_t format) {
+    clb_acts *a = &input->form[format == CLB_INT4];
+    if (clb_is_float(format)) return;
+    m->kernels->quantize(a->x + row * a->x_stride, a->cols, format == CLB_INT4 ? CLB_INT4 : CLB_INT8,
+                         a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
+                         a->start + row * a->blocks * CLB_LANES);
 }
-
-static void swiglu(clb_session *s, int64_t n, int64_t width) {
-    swiglu_job job = {s, width};
-    clb_parallel(s->model->pool, n, 4, swiglu_rows, &job);
-    clb_input_set(&s->in_inner, s->gate, width, n, width);
-}
-
-void clb_mlp(clb_session *s, const clb_layer *layer, int64_t n, float *y) {
-    const clb_model *m = s->model;
-    int64_t inner = layer->w[CLB_GATE].rows;
-    clb_project(m, &layer->w[CLB_GATE], &s->in_mlp, s->gate, inner);
-    clb_project(m, &layer->w[CLB_UP], &s->in_mlp, s->up, inner);
-    swiglu(s, n, inner);
-    clb_project(m, &layer->w[CLB_DOWN], &s->in_inner, y, m->config.hidden);
-}
-
-/* ---- one batch of pairs ---------------------------------------------------------------------------- */
 
 /* Pair rows side by side, in the form the experts want: quantised once a row, copied a pair. */
 static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
-    bool even_odd = job->layer->experts[0].gate.format == CLB_INT4;
-    const clb_acts *from = &s->in_mlp.form[even_odd];
-    clb_acts *to = &s->in_pairs.form[even_odd];
+    int32_t format = job->leases[job->batch.first].gate.format;
+    const clb_acts *from = &s->in_mlp.form[format == CLB_INT4];
+    clb_acts *to = &s->in_pairs.form[format == CLB_INT4];
+    int64_t blocks = from->blocks;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
-        int64_t r = job->pairs[i].row, blocks = from->blocks;
-        if (clb_is_float(job->layer->experts[0].gate.format)) {
+    for (int64_t n = begin; n < end; n++) {
+        int64_t i = job->active_pairs[n], r = s->pairs[job->base + i].row;
+        if (clb_is_float(format)) {
             memcpy(s->pair_out + i * from->cols, from->x + r * from->x_stride,
                    (size_t)from->cols * sizeof(float));
             continue;
@@ -139,78 +105,151 @@ static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
     }
 }
 
+static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    moe_job *job = arg;
+    clb_session *s = job->s;
+    int64_t width = s->model->config.moe_intermediate;
+    (void)thread;
+    for (int64_t n = begin; n < end; n++) {
+        int64_t i = job->active_pairs[n];
+        s->model->kernels->swiglu(s->gate + i * width, s->up + i * width, width, s->gate + i * width);
+        quantize_row(s->model, &s->in_inner, i, job->leases[job->batch.first].down.format);
+    }
+}
+
 /* branch[row] += weight * pair_out, in the order of the pairs; columns [begin, end). */
 static void add_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
-    int64_t hidden = s->model->config.hidden;
+    int64_t hidden = s->model->config.hidden, last = job->runs[job->batch.last - 1].last;
     (void)thread;
-    for (int64_t i = 0; i < job->pair_count; i++)
-        s->model->kernels->axpy(job->pairs[i].weight, s->pair_out + i * hidden + begin,
-                                s->branch + job->pairs[i].row * hidden + begin, end - begin);
+    for (int64_t i = job->base; i < last; i++)
+        s->model->kernels->axpy(s->pairs[i].weight, s->pair_out + (i - job->base) * hidden + begin,
+                                s->branch + s->pairs[i].row * hidden + begin, end - begin);
+}
+
+/* ---- one batch ---------------------------------------------------------------------------------------- */
+
+/* The runs that can be computed and have not been. */
+static void collect_active(moe_job *job) {
+    job->active_count = job->active_pair_count = 0;
+    for (int64_t i = job->batch.first; i < job->batch.last; i++) {
+        if (job->runs[i].done || !job->leases[i].ready) continue;
+        job->runs[i].done = true;
+        job->active[job->active_count++] = (int32_t)i;
+        for (int64_t p = job->runs[i].first; p < job->runs[i].last; p++)
+            job->active_pairs[job->active_pair_count++] = (int32_t)(p - job->base);
+    }
+}
+
+static void compute_active(moe_job *job) {
+    const clb_model *m = job->s->model;
+    const clb_config *c = &m->config;
+    clb_parallel(m->pool, job->active_pair_count, 4, gather_pairs, job);
+    job->units = (c->moe_intermediate + UNIT - 1) / UNIT;
+    clb_parallel(m->pool, job->active_count * 2 * job->units, 1, gate_and_up, job);
+    clb_parallel(m->pool, job->active_pair_count, 4, swiglu_pairs, job);
+    job->units = (c->hidden + UNIT - 1) / UNIT;
+    clb_parallel(m->pool, job->active_count * job->units, 1, down, job);
 }
 
 static int32_t run_batch(moe_job *job, clb_error *error) {
     clb_session *s = job->s;
-    const clb_model *m = s->model;
-    const clb_config *c = &m->config;
-    clb_parallel(m->pool, job->run_count, 1, populate_runs, job);
-    if (atomic_load(&job->failed))
-        return clb_fail(error, CLB_IO, "reading an expert's weights failed: the disk reported an "
-                        "error (see the system log)");
-    clb_input_set(&s->in_pairs, s->pair_out, c->hidden, job->pair_count, c->hidden);
-    clb_parallel(m->pool, job->pair_count, 4, gather_pairs, job);
-    job->units = (c->moe_intermediate + UNIT - 1) / UNIT;
-    clb_parallel(m->pool, job->run_count * 2 * job->units, 1, gate_and_up, job);
-    swiglu(s, job->pair_count, c->moe_intermediate);
-    clb_input_form(m, &s->in_inner, job->layer->experts[0].down.format);
-    job->units = (c->hidden + UNIT - 1) / UNIT;
-    clb_parallel(m->pool, job->run_count * job->units, 1, down, job);
-    clb_parallel(m->pool, c->hidden, 512, add_pairs, job);
-    s->counters.expert_uses += job->run_count;
-    s->counters.expert_bytes += job->run_count * job->layer->expert_bytes;
+    const clb_config *c = &s->model->config;
+    int64_t n = job->batch.last - job->batch.first, done = 0;
+    int64_t pairs = job->runs[job->batch.last - 1].last - job->base;
+    clb_input_set(&s->in_pairs, s->pair_out, c->hidden, pairs, c->hidden);
+    clb_input_set(&s->in_inner, s->gate, c->moe_intermediate, pairs, c->moe_intermediate);
+    for (;;) {
+        collect_active(job);
+        if (job->active_count) compute_active(job);
+        done += job->active_count;
+        if (done == n) break;
+        int32_t code = clb_residency_wait(s->model, job->leases + job->batch.first, n, &s->counters,
+                                          error);
+        if (code) return code;
+    }
+    clb_parallel(s->model->pool, c->hidden, 512, add_pairs, job);
+    s->counters.expert_uses += n;
+    s->counters.expert_bytes += n * job->layer->expert_bytes;
     return CLB_OK;
 }
 
 /* ---- one layer's experts ----------------------------------------------------------------------------- */
 
-/* All (expert, row) pairs by expert, then row. */
-static void sort_pairs(clb_session *s, const clb_route *route, int64_t n) {
+/* All (expert, row) pairs by expert, then row; and one run an expert. */
+static void make_runs(moe_job *job, int64_t number, int64_t n) {
+    clb_session *s = job->s;
     const clb_config *c = &s->model->config;
+    const clb_route *route = &s->routes[number];
     int32_t start[CLB_MAX_EXPERTS + 1] = {0};
     int64_t k = c->experts_per_token;
     for (int64_t i = 0; i < n * k; i++) start[route->expert[i] + 1]++;
-    for (int64_t e = 0; e < c->experts; e++) start[e + 1] += start[e];
+    for (int64_t e = 0; e < c->experts; e++) {
+        if (start[e + 1]) {
+            job->leases[job->run_count] = (clb_lease){.layer = (int32_t)number, .expert = (int32_t)e};
+            job->runs[job->run_count++] = (clb_run){start[e], start[e] + start[e + 1], false};
+        }
+        start[e + 1] += start[e];
+    }
     for (int64_t i = 0; i < n * k; i++)
         s->pairs[start[route->expert[i]]++] =
             (clb_pair){route->expert[i], (int32_t)(i / k), route->weight[i]};
 }
 
+/* The next runs from `first` on whose pairs fit the buffers and whose experts fit `room` slots. */
+static batch next_batch(const moe_job *job, int64_t first, int64_t room) {
+    batch b = {first, first, false};
+    while (b.last < job->run_count && b.last - first < room &&
+           (b.last == first ||
+            job->runs[b.last].last - job->runs[first].first <= job->s->pair_rows))
+        b.last++;
+    return b;
+}
+
+static int32_t lease_batch(moe_job *job, batch *b, clb_error *error) {
+    clb_session *s = job->s;
+    if (b->leased || b->first == b->last) return CLB_OK;
+    b->leased = true; /* also when it fails half-way: what is pinned must be released */
+    return clb_residency_lease(s->model, job->leases + b->first, b->last - b->first, &s->counters,
+                               error);
+}
+
+static void release_batch(moe_job *job, const batch *b) {
+    if (b->leased)
+        clb_residency_release(job->s->model, job->leases + b->first, b->last - b->first);
+}
+
+/* Each batch computes while the next one's experts are read. */
+static int32_t run_batches(moe_job *job, int64_t number, clb_error *error) {
+    int64_t room = clb_residency_room(job->s->model->residency, number), half = room / 2;
+    batch now = next_batch(job, 0, job->run_count <= room ? room : (half ? half : 1));
+    int32_t code = lease_batch(job, &now, error);
+    while (!code && now.first < job->run_count) {
+        batch next = next_batch(job, now.last, half ? half : 1);
+        if (next.last - now.first <= room) code = lease_batch(job, &next, error);
+        job->batch = now;
+        job->base = job->runs[now.first].first;
+        if (!code) code = run_batch(job, error);
+        release_batch(job, &now);
+        now = next;
+        if (!code) code = lease_batch(job, &now, error);
+    }
+    if (now.first < job->run_count) release_batch(job, &now);
+    return code;
+}
+
 int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error) {
     const clb_model *m = s->model;
-    const clb_config *c = &m->config;
-    int64_t total = n * c->experts_per_token, next = 0;
-    expert_run runs[CLB_MAX_EXPERTS];
-    sort_pairs(s, &s->routes[number], n);
-    memset(s->branch, 0, (size_t)(n * c->hidden) * sizeof *s->branch);
+    int64_t hidden = m->config.hidden;
+    moe_job job = {.s = s, .layer = layer, .leases = s->leases, .runs = s->runs,
+                   .active = s->active_runs, .active_pairs = s->active_pairs};
+    make_runs(&job, number, n);
+    memset(s->branch, 0, (size_t)(n * hidden) * sizeof *s->branch);
     clb_input_form(m, &s->in_mlp, layer->experts[0].gate.format);
-    while (next < total) {
-        moe_job job = {.s = s, .layer = layer, .pairs = s->pairs + next, .runs = runs};
-        while (next + job.pair_count < total) {
-            int64_t first = next + job.pair_count, last = first;
-            while (last < total && s->pairs[last].expert == s->pairs[first].expert) last++;
-            if (job.pair_count && last - next > s->pair_rows) break;
-            runs[job.run_count++] = (expert_run){&layer->experts[s->pairs[first].expert],
-                                                 first - next, last - next};
-            job.pair_count = last - next;
-        }
-        int32_t code = run_batch(&job, error);
-        if (code) return code;
-        next += job.pair_count;
-    }
-    if (c->shared_experts) {
-        clb_mlp(s, layer, n, s->pair_out);
-        m->kernels->add(s->pair_out, s->branch, n * c->hidden);
-    }
+    int32_t code = run_batches(&job, number, error);
+    if (code || !m->config.shared_experts) return code;
+    clb_mlp(s, layer, n, s->pair_out);
+    m->kernels->add(s->pair_out, s->branch, n * hidden);
     return CLB_OK;
 }

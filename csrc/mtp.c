@@ -58,8 +58,8 @@ static void keep_seed(clb_session *s) {
         memcpy(s->mtp_seed_index, set->index, (size_t)set->count * sizeof *set->index);
 }
 
-int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
-                       float *logits, float *draft_hidden, clb_error *error) {
+static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
+                      float *logits, float *draft_hidden, clb_error *error) {
     const clb_model *m = s->model;
     int64_t width = m->config.hidden;
     int32_t code = check_mtp(s, s->mtp_length + n - 1, error);
@@ -81,8 +81,8 @@ int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next,
     return CLB_OK;
 }
 
-int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
-                      clb_error *error) {
+static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
+                     clb_error *error) {
     const clb_model *m = s->model;
     int64_t number = m->config.layers, row = s->mtp_length - 1 + step;
     int32_t code = check_mtp(s, row, error);
@@ -103,4 +103,20 @@ int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden
         clb_write_keys(s, &m->layers[number], number, &rows);
     }
     return finish_row(s, &rows, logits, hidden, error);
+}
+
+int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
+                       float *logits, float *draft_hidden, clb_error *error) {
+    pthread_mutex_lock(&s->model->step);
+    int32_t code = absorb(s, hidden, next, n, logits, draft_hidden, error);
+    pthread_mutex_unlock(&s->model->step);
+    return code;
+}
+
+int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
+                      clb_error *error) {
+    pthread_mutex_lock(&s->model->step);
+    int32_t code = draft(s, token, step, hidden, logits, error);
+    pthread_mutex_unlock(&s->model->step);
+    return code;
 }

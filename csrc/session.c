@@ -1,7 +1,7 @@
 /* A session: caches of one conversation, and the scratch of one step. */
 #include <stdlib.h>
 #include <string.h>
-#include "core.h"
+#include "experts.h"
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -82,6 +82,10 @@ static void take_rows(clb_session *s, budget *b) {
     s->router = floats(b, n, c->experts);
     s->pair_out = floats(b, s->pair_rows, c->hidden);
     s->pairs = take(b, n, c->experts_per_token, (int64_t)sizeof *s->pairs);
+    s->leases = take(b, c->experts, 1, (int64_t)sizeof *s->leases);
+    s->runs = take(b, c->experts, 1, (int64_t)sizeof *s->runs);
+    s->active_runs = take(b, c->experts, 1, (int64_t)sizeof *s->active_runs);
+    s->active_pairs = take(b, s->pair_rows, 1, (int64_t)sizeof *s->active_pairs);
 }
 
 static int32_t take_inputs(clb_session *s, budget *b) {
@@ -138,7 +142,8 @@ void clb_session_free(clb_session *s) {
                      s->heads_out, s->angles, s->index_query, s->index_weight, s->index_score,
                      s->index_order, s->selected, s->selected_index, s->mtp_seed_index,
                      s->thread_scratch, s->x, s->normed, s->branch, s->hidden, s->concat, s->gate,
-                     s->up, s->router, s->pair_out, s->pairs, s->captured};
+                     s->up, s->router, s->pair_out, s->pairs, s->captured, s->leases, s->runs,
+                     s->active_runs, s->active_pairs};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,
                            &s->in_inner, &s->in_head, &s->in_concat};

@@ -1,7 +1,7 @@
 /* The forward pass: embedding, layers in order, final norm, head. */
 #include <poll.h>
 #include <string.h>
-#include "core.h"
+#include "experts.h"
 
 bool clb_cancelled(clb_session *s) {
     if (atomic_load_explicit(&s->cancelled, memory_order_relaxed)) return true;
@@ -112,7 +112,7 @@ int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, c
 
 static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
     for (int64_t i = 0; i < s->model->layer_count; i++)
-        if (!s->model->layers[i].loaded || !s->model->top.loaded)
+        if (!s->model->layers[i].loaded || !s->model->top.loaded || !s->model->residency)
             return clb_fail(error, CLB_INVALID, "the model is not loaded");
     if (n > s->context - s->length)
         return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for %lld more",
@@ -120,13 +120,15 @@ static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, c
     return clb_check_ids(s, ids, n, error);
 }
 
-int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
-                     clb_error *error) {
+static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
+                        clb_error *error) {
     const clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
     clb_rows rows = {.n = n, .position = s->length, .cache_row = s->length};
     int32_t code = check_step(s, ids, n, error);
     if (code) return code;
+    clb_residency_commit(s);
+    s->step_id = s->counters.forwards;
     clb_set_angles(s, &rows);
     clb_embed(s, ids, n, s->x, hidden);
     for (int64_t i = 0; i < m->config.layers; i++) {
@@ -139,8 +141,18 @@ int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want
     clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, s->hidden, hidden);
     if (want == CLB_LOGITS_ALL) clb_head(s, s->hidden, n, logits);
     if (want == CLB_LOGITS_LAST) clb_head(s, s->hidden + (n - 1) * hidden, 1, logits);
+    s->step_start = s->length;
+    s->step_rows = n;
     s->length += n;
     s->counters.forwards++;
     s->counters.rows += n;
     return CLB_OK;
+}
+
+int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
+                     clb_error *error) {
+    pthread_mutex_lock(&s->model->step);
+    int32_t code = run_step(s, ids, n, want, logits, error);
+    pthread_mutex_unlock(&s->model->step);
+    return code;
 }

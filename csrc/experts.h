@@ -1,0 +1,33 @@
+/* Which routed experts are in memory. Slots hold whole experts; the least recently used one makes
+   room. With mapped files there are no slots: the page cache decides. */
+#ifndef CLB_EXPERTS_H
+#define CLB_EXPERTS_H
+#include "core.h"
+
+typedef struct clb_lease { /* one expert of a batch: pinned until released */
+    int32_t layer, expert;
+    int32_t slot;   /* -1: mapped */
+    bool ready;
+    clb_matrix gate, up, down;
+} clb_lease;
+
+typedef struct clb_run { /* pairs [first, last) of a layer share one expert */
+    int64_t first, last;
+    bool done;
+} clb_run;
+
+int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots_per_layer, clb_error *error);
+void clb_residency_free(clb_residency *r);
+/* Slots one batch may lease at once in this layer; INT64_MAX when mapped. */
+int64_t clb_residency_room(const clb_residency *r, int64_t layer);
+/* Pins leases[n] of one layer and puts the reads of all that are not in memory in flight. */
+int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
+                            clb_error *error);
+/* Waits until at least one more of the leases is ready. */
+int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
+                           clb_error *error);
+void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
+/* Recency: the experts of rows that were kept, in token order; those of other rows do not count. */
+void clb_residency_commit(clb_session *s);
+
+#endif
