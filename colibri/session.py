@@ -30,6 +30,7 @@ class Session:
         code = lib.clb_session_new(model.handle, context, self.max_rows, out, self._error)
         check(code, self._error)
         self.handle = ffi.gc(out[0], lib.clb_session_free)
+        self._rows = 0
         self._logits = np.empty((1, model.config.vocab_size), np.float32)
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
         hidden = (self.max_rows, model.config.hidden_size)
@@ -61,12 +62,18 @@ class Session:
         if code:
             check(code, self._error)
         self.tokens.extend(ids)
+        self._rows = len(ids)
         return self._logits[:rows]
 
     @property
     def hidden(self) -> np.ndarray:
         """Post-norm hidden states of the last step's rows: f32 view [max_rows, hidden_size]."""
         return self._hidden
+
+    @property
+    def last_hidden(self) -> np.ndarray:
+        """The last row of `hidden`: f32 view [1, hidden_size]."""
+        return self._hidden[self._rows - 1 : self._rows]
 
     def rewind(self, length: int) -> None:
         """Forget all rows from `length` on."""

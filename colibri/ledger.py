@@ -1,0 +1,146 @@
+"""The ledger of one turn: what each segment of a step cost, and what drafting gave in return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from colibri.session import Session
+
+# The segments of a speculative step, and what goes on between them.
+DRAFT, VERIFY, ABSORB, PLAIN = "draft", "verify", "absorb", "plain"
+PICK, TEXT = "pick", "text"
+SEGMENTS = (DRAFT, VERIFY, ABSORB, PLAIN, PICK, TEXT)
+
+Lap = tuple[str, int, float]  # segment, rows, seconds
+
+
+@dataclass(slots=True)
+class Segment:
+    """Sums over one turn. pick is Python's choosing and bookkeeping, text the caller's own time."""
+
+    name: str
+    forwards: int = 0
+    rows: int = 0
+    tokens: int = 0  # emitted thanks to this segment
+    seconds: float = 0.0
+    core: dict[str, int] = field(default_factory=dict)  # the core's counters, csrc/colibri.h
+
+
+class Ledger:
+    """A stopwatch with one hand: exactly one segment runs at a time, so the parts are the whole."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.segments = {name: Segment(name) for name in SEGMENTS}
+        self.offered: list[int] = []  # drafts judged, by position after the pending token
+        self.accepted: list[int] = []  # of those, the ones that stood
+        self.proposed = 0  # drafts that were verified, judged or not
+        self.wall = 0.0
+        self._clock = clock
+        self._laps: list[Lap] = []
+        self._open = self.segments[PICK]
+        self._rows = 0
+        self._core: Segment | None = None
+        self._counters: Callable[[], dict[str, int]] = dict
+        self._before: dict[str, int] = {}
+        self._begun = self._since = 0.0
+
+    # ---- during the turn ----------------------------------------------------------------------
+
+    def begin(self, session: Session) -> None:
+        """The turn starts now."""
+        self._counters = session.counters
+        self._before = session.counters()
+        self._open, self._core = self.segments[PICK], None
+        self._begun = self._since = self._clock()
+
+    def enter(self, name: str, rows: int = 0) -> None:
+        """Close the open segment and open another; rows > 0: it is one forward of so many rows."""
+        now = self._clock()
+        spent = now - self._since
+        self._open.seconds += spent
+        self._laps.append((self._open.name, self._rows, spent))
+        self._since = now
+        self._rows = rows
+        self._open = segment = self.segments[name]
+        if rows:
+            segment.forwards += 1
+            segment.rows += rows
+            if segment is not self._core:
+                self._settle(segment)
+
+    def emitted(self, name: str, tokens: int) -> None:
+        """Tokens were committed thanks to a segment."""
+        self.segments[name].tokens += tokens
+
+    def judged(self, proposed: int, judged: int, accepted: int) -> None:
+        """Of `proposed` drafts the first `judged` were decided and the first `accepted` stood."""
+        self.proposed += proposed
+        while len(self.offered) < judged:
+            self.offered.append(0)
+            self.accepted.append(0)
+        for i in range(judged):
+            self.offered[i] += 1
+            self.accepted[i] += i < accepted
+
+    def laps(self) -> list[Lap]:
+        """Segments closed since the last call, in order."""
+        laps, self._laps = self._laps, []
+        return laps
+
+    def end(self) -> None:
+        """The turn is over."""
+        self.enter(PICK)
+        self._settle(None)
+        self.wall += self._since - self._begun
+
+    def _settle(self, segment: Segment | None) -> None:
+        """What the core counted since the last change belongs to the segment it ran for."""
+        now = self._counters()
+        if self._core is not None:
+            core = self._core.core
+            for name, value in now.items():
+                core[name] = core.get(name, 0) + value - self._before[name]
+        self._before = now
+        self._core = segment
+
+    # ---- after it -----------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted."""
+        return sum(segment.tokens for segment in self.segments.values())
+
+    @property
+    def main_forwards(self) -> int:
+        """Passes of the main model."""
+        return self.segments[VERIFY].forwards + self.segments[PLAIN].forwards
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """Tokens the main model's passes gave, per pass; None before the first."""
+        tokens = self.segments[VERIFY].tokens + self.segments[PLAIN].tokens
+        return tokens / self.main_forwards if self.main_forwards else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "wall_seconds": self.wall,
+            "tokens": self.tokens,
+            "tokens_per_forward": self.tokens_per_forward,
+            "proposed": self.proposed,
+            "offered_by_position": list(self.offered),
+            "accepted_by_position": list(self.accepted),
+            "segments": {
+                segment.name: {
+                    "forwards": segment.forwards,
+                    "rows": segment.rows,
+                    "tokens": segment.tokens,
+                    "seconds": segment.seconds,
+                    **segment.core,
+                }
+                for segment in self.segments.values()
+            },
+        }

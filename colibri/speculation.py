@@ -1,0 +1,163 @@
+"""The decoding loop: pick, draft, verify in one batched pass, accept, absorb, emit.
+
+Plain decoding is the same loop without drafts. docs/speculation.md tells the story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri.depth import DepthPolicy
+from colibri.drafting import Drafter, Drafts
+from colibri.errors import Cancelled
+from colibri.ledger import PICK, PLAIN, TEXT, VERIFY, Ledger
+from colibri.sampling import Sampler
+from colibri.session import Session
+from colibri.verification import Mode, verification
+
+NONE = Drafts()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a turn ends: after so many tokens, or before any of the stop ids."""
+
+    max_tokens: int
+    stops: frozenset[int] = frozenset()
+
+
+def spec_decode(
+    session: Session,
+    logits: NDArray[np.float32],
+    sampler: Sampler,
+    drafter: Drafter | None,
+    depth: DepthPolicy | None,
+    limits: Limits,
+    ledger: Ledger,
+    mode: Mode | str = Mode.REJECTION,
+) -> Generator[list[int], None, str]:
+    """Yield the tokens of a turn, block by block; return "stop", "length" or "context".
+
+    Call it right after `Session.prefill`, with its logits [vocab]. A token is yielded as soon as
+    it is picked. So while the caller holds a block, the block's last token is pending: picked, not
+    yet run; `session.tokens` is the prompt and everything yielded but that token. A stop is never
+    yielded, run or counted; after "stop" nothing is pending. Cancelled, or any error of the core,
+    leaves the same state: nothing is in the caches that was not yielded.
+
+    With depth None nothing is drafted, but the drafter's cache keeps up with the text.
+    """
+    turn = _Turn(session, sampler, drafter, depth, limits, ledger, mode)
+    with turn:
+        block = turn.first(logits)
+        while turn.room > 0:
+            stopped = block[-1] in limits.stops
+            if stopped:
+                block.pop()
+            if block:
+                turn.commit(block)
+                yield block
+                ledger.enter(PICK)
+            if stopped:
+                return "stop"
+            if turn.room > 0:
+                block = turn.step(block[-1], turn.draft())
+    return turn.ended
+
+
+class _Turn:
+    """What one call of `spec_decode` carries from step to step."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        depth: DepthPolicy | None,
+        limits: Limits,
+        ledger: Ledger,
+        mode: Mode | str,
+    ) -> None:
+        self.session, self.sampler, self.ledger = session, sampler, ledger
+        self.drafter, self.depth, self.stops = drafter, depth, limits.stops
+        self.rule = verification(sampler, mode)
+        self.room = min(limits.max_tokens, session.context - session.length)
+        self.ended = "length" if limits.max_tokens <= self.room else "context"
+        self._hidden, self._source = session.last_hidden, PICK
+
+    def __enter__(self) -> None:
+        self.ledger.begin(self.session)
+        if self.drafter:
+            self.drafter.begin(self.session)
+        if self.depth:
+            self.depth.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.drafter and (kind is None or issubclass(kind, (Cancelled, GeneratorExit))):
+            self.drafter.finish(self.ledger)
+        self.ledger.end()
+
+    def first(self, logits: NDArray[np.float32]) -> list[int]:
+        """The first token, which the prompt alone decides."""
+        return [self.sampler.pick(logits, self.session.length)] if self.room > 0 else []
+
+    def commit(self, block: list[int]) -> None:
+        """The block is part of the text; its last token becomes the pending one."""
+        self.room -= len(block)
+        self.ledger.emitted(self._source, len(block))
+        if self.drafter:
+            self.drafter.feed(self._hidden[: len(block)], block, self.ledger)
+        self.ledger.enter(TEXT)
+
+    def draft(self) -> Drafts:
+        """What should follow the pending token, as far as text and rows have room for it."""
+        limit = min(self.room - 1, self.session.max_rows - 1)
+        if not (self.drafter and self.depth and limit > 0):
+            return NONE
+        limit = self.depth.plan(limit)
+        if limit < 1:
+            return NONE
+        drafts = self.drafter.draft(limit, self.rule, self.depth, self.ledger)
+        self.ledger.enter(PICK)
+        return drafts
+
+    def step(self, pending: int, drafts: Drafts) -> list[int]:
+        """Run [pending, drafts...]; returns the drafts that stand and the token after them."""
+        self._source = VERIFY if drafts.ids else PLAIN
+        self._hidden = self.session.hidden
+        base = self.session.length + 1
+        self.ledger.enter(self._source, 1 + len(drafts.ids))
+        logits = self.session.step_all([pending, *drafts.ids])
+        self.ledger.enter(PICK)
+        accepted = 0
+        try:
+            accepted, token = self._judge(logits, drafts, base)
+        finally:
+            if accepted < len(drafts.ids):
+                self.session.rewind(base + accepted)
+        if self.depth:
+            self._record(drafts, accepted, token)
+        return [*drafts.ids[:accepted], token]
+
+    def _judge(self, logits: NDArray[np.float32], drafts: Drafts, base: int) -> tuple[int, int]:
+        """How many drafts stand, and the token after them; logits[i] decides position base + i.
+
+        A draft that stands but is a stop counts as the token after: nothing behind it is kept.
+        """
+        for i, draft in enumerate(drafts.ids):
+            token = self.rule.settle(logits[i], base + i, draft, drafts.q[i])
+            if token != draft or token in self.stops:
+                return i, token
+        last = len(drafts.ids)
+        return last, self.sampler.pick(logits[last], base + last)
+
+    def _record(self, drafts: Drafts, accepted: int, token: int) -> None:
+        """Acceptance is counted over committed tokens only: a stop cuts off what follows it."""
+        proposed = accepted if token in self.stops else len(drafts.ids)
+        judged = min(accepted + 1, proposed)
+        if proposed:
+            self.ledger.judged(proposed, judged, accepted)
+        self.depth.record(proposed, judged, accepted, self.ledger.laps())

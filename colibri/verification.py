@@ -1,0 +1,138 @@
+"""Verification: when does a draft stand, and what takes its place when it does not.
+
+Each rule leaves the distribution of the text exactly as plain sampling has it; `greedy` and
+`coupled` leave the text itself as it is. docs/speculation.md has the arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri import elementary
+from colibri.errors import SamplingError
+from colibri.noise import Purpose
+from colibri.sampling import Distribution, Sampler
+
+Row = NDArray[np.float32]
+Proposal = tuple[int, float, "Distribution | None"]  # token, confidence, what it was drawn from
+
+_ATTEMPTS = 1 << 10  # draft positions of one step; keeps the keys of draft draws apart
+
+
+class Mode(str, enum.Enum):
+    """How sampled text (temperature > 0) is verified; greedy text needs no choice."""
+
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+    PROBABILISTIC = "probabilistic"
+
+
+class Verification(Protocol):
+    """One rule: how a drafter turns its logits into a draft, and how the draft is judged."""
+
+    def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
+        """The draft for `position`, `step` drafts after the pending token; None: no logit is finite.
+
+        The confidence may depend on the logits, never on a random draw: the depth policy may drop
+        the draft because of it, and dropping by what was drawn would bias the text.
+        """
+
+    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+        """The token at `position` given the main model's logits: the draft, or what replaces it."""
+
+
+class Matching:
+    """Greedy and coupled: a draft stands when it is the token that would be picked anyway."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._scale = np.float32(1.0 / max(sampler.params.temperature, 1e-3))
+        if sampler.params.greedy:
+            self._scale = np.float32(1.0)
+
+    def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
+        """The drafter's own pick, drawn with the very noise the verifier will use."""
+        try:
+            token = self.sampler.pick(logits, position)
+        except SamplingError:
+            return None
+        return token, self._confidence(logits, token), None
+
+    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+        """What plain decoding picks here, whatever was drafted."""
+        return self.sampler.pick(logits, position)
+
+    def _confidence(self, logits: Row, token: int) -> float:
+        """The drafter's probability of its draft. No token depends on it, so libm's exp will do."""
+        row = logits[: self.sampler.vocab_used]
+        best = row.max()
+        weights = np.exp((row - best) * self._scale)
+        return float(weights[token] / weights.sum())
+
+
+class Rejection:
+    """Drafts are certain: one stands with the probability the main model gives it.
+
+    A refused draft is banned (`carry_ban`) from the pick that replaces it.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+
+    def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
+        """The drafter's most likely token."""
+        row = logits[: self.sampler.vocab_used].astype(np.float64)
+        token = int(row.argmax())
+        z = (row - row[token]) / self.sampler.params.temperature
+        if not np.isfinite(row[token]):
+            return None
+        weights = elementary.exp(z[z > -40.0])  # exp of ours: depth, hence text, depends on it
+        return token, 1.0 / elementary.fold_sum(weights), None
+
+    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+        """Leviathan et al. (2211.17192) for a point mass: accept with p(draft), else p without it."""
+        p = self.sampler.distribution(logits)
+        if self.sampler.accept(p.prob(draft), position):
+            return draft
+        return self.sampler.draw(p.without(draft), position, Purpose.RESIDUAL)
+
+
+class Probabilistic:
+    """Drafts are drawn from the drafter's own q, shaped by the same temperature and cut-offs as p."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._certain = Rejection(sampler)
+
+    def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
+        """A draw from q. Its key holds the step, so a position drafted twice is drawn afresh."""
+        try:
+            q = self.sampler.distribution(logits)
+        except SamplingError:
+            return None
+        attempt = (position - step) * _ATTEMPTS + step
+        token = self.sampler.draw(q, attempt, Purpose.DRAFT)
+        return token, float(q.weights.max() / q.total), q
+
+    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+        """Accept with min(1, p/q), else draw from max(p - q, 0)."""
+        if q is None:
+            return self._certain.settle(logits, position, draft, q)
+        p = self.sampler.distribution(logits)
+        if self.sampler.accept(p.prob(draft) / q.prob(draft), position):
+            return draft
+        return self.sampler.draw(p.minus(q), position, Purpose.RESIDUAL)
+
+
+def verification(sampler: Sampler, mode: Mode | str) -> Verification:
+    """The rule of a mode; greedy sampling always matches exactly."""
+    rules = {
+        Mode.REJECTION: Rejection,
+        Mode.COUPLED: Matching,
+        Mode.PROBABILISTIC: Probabilistic,
+    }
+    return Matching(sampler) if sampler.params.greedy else rules[Mode(mode)](sampler)
