@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def load(case: str) -> Oracle:
     """Reads a fixture."""
     with np.load(FIXTURES / f"oracle-{case}.npz") as file:
         return Oracle(case, dict(file))
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 over the bytes of a directory's shards, in the order of their names."""
+    total = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        total.update(path.read_bytes())
+    return total.hexdigest()
 
 
 def positions(row: np.ndarray) -> list[int]:

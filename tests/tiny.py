@@ -208,18 +208,19 @@ def prompt(config: dict, seed: int, length: int) -> np.ndarray:
 
 
 def write_safetensors(path: Path, named: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Writes float32 arrays as one safetensors file."""
-    arrays = dict(named)
+    """Writes float32 and uint8 arrays as one safetensors file."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in named}
     header, offset = {}, 0
     for name, array in arrays.items():
-        header[name] = {"dtype": "F32", "shape": list(array.shape)}
-        header[name]["data_offsets"] = [offset, offset + array.nbytes]
+        dtype = {"float32": "F32", "uint8": "U8"}[array.dtype.name]
+        place = [offset, offset + array.nbytes]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": place}
         offset += array.nbytes
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
-            file.write(array.astype("<f4").tobytes())
+            file.write(array.tobytes())
 
 
 def write(directory: Path, config: dict, seed: int) -> str:
