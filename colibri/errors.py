@@ -1,5 +1,17 @@
 """The errors a user may meet. Each message says what is wrong, where, and the next step."""
 
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit statuses of the command line."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141  # the reader of stdout left
+
 
 class ColibriError(Exception):
     """Base of every error colibri raises on purpose; the command line prints it and exits 1."""

@@ -1,0 +1,196 @@
+"""The `colibri` command: what it accepts, and how errors become exit statuses.
+
+Modules that need NumPy or the core are imported by the command that uses them, so that --help is
+quick.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from colibri import __version__, knobs
+from colibri.errors import ColibriError, Exit, UsageError
+from colibri.knobs import Knob, Settings, Switch
+
+EXIT_HELP = """\b
+Exit status: 0 the answer is complete, 1 error, 2 wrong usage,
+130 interrupted (Ctrl-C), 141 the reader of stdout left.
+"""
+RUN_GROUPS = (
+    knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
+)  # fmt: skip
+_SHORT = {"max_tokens": "-n"}
+
+
+class Group(click.Group):
+    """The command itself. A closed stdout ends it before click makes an error of that."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; returns its exit status."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            from colibri.terminal import close_stdout
+
+            close_stdout()
+            return Exit.PIPE_CLOSED
+
+
+class Command(click.Command):
+    """A command whose options are shown by group; a bare --stats means --stats=table."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Fill in the value that may be left out."""
+        words = knobs.BY_NAME["stats"].kind.words
+        for at, following in enumerate([*args[1:], ""]):
+            if args[at : at + 1] == ["--stats"] and following not in words:
+                args[at] = "--stats=table"
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section per group of the knob table, what is left under "Options"."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record and isinstance(param, click.Option):
+                group = param.group if isinstance(param, KnobOption) else "Options"
+                sections.setdefault(group, []).append(record)
+        for group in sorted(sections, key=lambda name: name != "Options"):
+            with formatter.section(group):
+                formatter.write_dl(sections[group])
+
+
+class KnobOption(click.Option):
+    """A click option made from a row of the knob table; Settings reads its text."""
+
+    def __init__(self, declarations: Sequence[str], knob: Knob, **others: Any) -> None:
+        self.group = knob.group
+        text = f"{knob.help} [default: {knob.shown}]"
+        if isinstance(knob.kind, Switch):
+            super().__init__(declarations, is_flag=True, default=None, help=text, **others)
+        else:
+            metavar = knob.kind.metavar
+            super().__init__(declarations, type=str, metavar=metavar, help=text, **others)
+
+
+def knob_options(*groups: str) -> Callable[[Any], Any]:
+    """Add the options of these groups to a command."""
+
+    def add(command: Any) -> Any:
+        for knob in reversed([k for k in knobs.KNOBS if k.flag and k.group in groups]):
+            spelled = f"{knob.flag}/{knob.off}" if knob.off else knob.flag
+            names = [name for name in (_SHORT.get(knob.name), spelled, knob.name) if name]
+            command = click.option(*names, cls=KnobOption, knob=knob)(command)
+        return command
+
+    return add
+
+
+def settings_of(values: dict[str, Any], model: str | None = None) -> Settings:
+    """Settings from click's values: switches become words again, the rest is text already."""
+    flags = {name: values.get(name) for name in knobs.BY_NAME}
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            flags[name] = "on" if value else "off"
+    flags["model"] = model
+    for sentence in knobs.unknown_variables():
+        click.echo(f"colibri: warning: {sentence}", err=True)
+    return Settings.resolve(flags)
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 88},
+    epilog="Knobs also have environment names: docs/knobs.md lists them.",
+    invoke_without_command=True,
+)
+@click.version_option(__version__, message="%(prog)s %(version)s", prog_name="colibri")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Run GLM mixture-of-experts models far larger than memory on one machine."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(Exit.USAGE)
+
+
+@cli.command(cls=Command, epilog=EXIT_HELP)
+@click.argument("model", required=False)
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
+@click.option(
+    "-f", "--prompt-file", metavar="FILE", type=click.Path(path_type=Path),
+    help="Read the prompt from a file; - is stdin, which is also read when neither is given. "
+    "One final newline is dropped.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
+@knob_options(*RUN_GROUPS)
+def run(
+    model: str | None, prompt: str | None, prompt_file: Path | None, as_json: bool, **values: Any
+) -> int:
+    """Answer one prompt.
+
+    MODEL is a model directory; without it COLIBRI_MODEL, else the small demo model that comes
+    with the package. The answer streams to stdout; progress and the receipt go to stderr.
+    Ctrl-C ends the answer where it is; a second Ctrl-C quits.
+    """
+    settings = settings_of(values, model)
+    from colibri.run import run_prompt
+
+    return run_prompt(settings, prompt, prompt_file, as_json)
+
+
+@cli.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(model: str | None, as_json: bool) -> int:
+    """Show what a model directory holds.
+
+    Architecture, formats, bytes by part, bytes read per token, and what is missing. Reads the
+    headers only. MODEL as for `colibri run`.
+    """
+    settings = settings_of({}, model)
+    from colibri.run import show_info
+
+    return show_info(settings, as_json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; every failure is one line on stderr and an exit status."""
+    try:
+        result = cli.main(arguments, prog_name="colibri", standalone_mode=False)
+        return result if isinstance(result, int) else Exit.OK
+    except click.ClickException as error:
+        return _refuse(error)
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted")
+        return Exit.INTERRUPTED
+    except UsageError as error:
+        return _fail(error, Exit.USAGE)
+    except (ColibriError, MemoryError, OSError) as error:
+        return _fail(error, Exit.ERROR)
+
+
+def _refuse(error: click.ClickException) -> int:
+    context = getattr(error, "ctx", None)
+    hint = f" Try '{context.command_path} --help'." if context else ""
+    _say(f"error: {error.format_message()}{hint}")
+    return Exit.USAGE if isinstance(error, click.UsageError) else Exit.ERROR
+
+
+def _fail(error: BaseException, status: int) -> int:
+    if knobs.debug_wanted():
+        traceback.print_exc()
+    text = str(error) or "out of memory"
+    _say(f"error: {text}")
+    return status
+
+
+def _say(text: str) -> None:
+    """One line on stderr; there is nobody to tell when stderr itself is closed."""
+    try:
+        print(f"colibri: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,55 @@
+"""How many tokens the context holds: what was asked for, the model's limit, and memory."""
+
+from colibri.container import INDEX_FULL, Container, format_of
+from colibri.errors import UsageError
+from colibri.memory import Budget, gigabytes
+
+MOST = 32768  # without --ctx; more is a flag away
+LEAST = 4096  # without --ctx, memory permitting
+_SHARE = 8  # without --ctx, the caches take at most this part of what the weights leave
+_FLOAT = 4
+
+
+def token_bytes(container: Container, mtp: bool) -> int:
+    """Cache bytes of one token: a compressed key-value row a layer, an index key where selected."""
+    config = container.config
+    kinds = container.index_kinds[: config.num_hidden_layers + mtp]
+    width = len(kinds) * (config.kv_lora_rank + config.qk_rope_head_dim)
+    width += kinds.count(INDEX_FULL) * config.index_head_dim
+    return width * _FLOAT
+
+
+def dense_bytes(container: Container, mtp: bool) -> int:
+    """Bytes of all weights but the routed experts: what loading puts into memory."""
+    layers = container.config.num_hidden_layers + mtp
+    refs = (container.matrix(e.name) for e in container.entries if e.layer < layers)
+    return sum(format_of(ref).nbytes(ref.rows, ref.cols) for ref in refs)
+
+
+def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -> int:
+    """The context in tokens; UsageError when what was asked for, or anything at all, cannot fit."""
+    limit = container.config.max_position_embeddings
+    weights = dense_bytes(container, mtp)
+    each = token_bytes(container, mtp)
+    if asked is None:
+        budget.require(weights + each, "the model's dense part", "Free memory or raise --ram.")
+        return _default(limit, (budget.bytes - weights) // each)
+    if asked > limit:
+        raise UsageError(
+            f"--ctx is {asked}, and this model handles {limit} tokens; ask for at most {limit}"
+        )
+    room = max((budget.bytes - weights) // each, 0)
+    budget.require(
+        weights + asked * each,
+        f"a context of {asked} tokens ({gigabytes(asked * each)}) beside the dense weights",
+        f"At most --ctx {room} fits." if room else "Free memory or raise --ram.",
+    )
+    return asked
+
+
+def _default(limit: int, room: int) -> int:
+    """MOST, halved while it would take more than its share of the room, LEAST if possible."""
+    size = MOST
+    while size > LEAST and size > room // _SHARE:
+        size //= 2
+    return max(1, min(size, limit, room))

@@ -1,0 +1,160 @@
+"""What this process may use: memory (host and cgroup limits) and physical cores."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from colibri.errors import UsageError
+
+ROOT = Path("/")
+_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a huge number
+_RESERVE = 256 << 20  # left to Python, the tokenizer and everyone else
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes this process could still take, and which limit says so."""
+
+    available: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes for the dense weights, the caches and the scratch together."""
+
+    bytes: int
+    source: str
+
+    def require(self, need: int, what: str, remedy: str) -> None:
+        """UsageError with both numbers when `need` bytes are more than the budget."""
+        if need > self.bytes:
+            raise UsageError(
+                f"{what} needs {gigabytes(need)}, and there is {gigabytes(self.bytes)} "
+                f"({self.source}). {remedy}"
+            )
+
+
+def gigabytes(size: float) -> str:
+    """Bytes as people read them, in 2^30 units: "7.81 GB", "512 MB"."""
+    if size >= 1 << 30:
+        return f"{size / (1 << 30):.2f} GB"
+    return f"{size / (1 << 20):.0f} MB"
+
+
+def budget(ram: int | None, root: Path = ROOT) -> Budget:
+    """What `--ram` allows, else what is available now less a small reserve."""
+    if ram is not None:
+        return Budget(ram, "--ram")
+    memory = available(root)
+    return Budget(max(memory.available - _RESERVE, 0), memory.source)
+
+
+def available(root: Path = ROOT) -> Memory:
+    """The least of free host memory and the room left in each cgroup above this process."""
+    found = [Memory(_host(root), "free memory"), *_cgroup_rooms(root)]
+    return min(found, key=lambda memory: memory.available)
+
+
+def _host(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# ---- cgroups ------------------------------------------------------------------------------------
+
+
+def _cgroup_rooms(root: Path) -> Iterator[Memory]:
+    """Room in every memory cgroup from this process's own up to the root of the hierarchy."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            for directory in _ancestors(_mount(root, "cgroup2", ""), path):
+                yield from _room(directory, "memory.max", "memory.current", ("file",))
+        elif "memory" in controllers.split(","):
+            for directory in _ancestors(_mount(root, "cgroup", "memory"), path):
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                yield from _room(directory, *names, ("total_cache", "cache"))
+
+
+def _mount(root: Path, kind: str, controller: str) -> Path | None:
+    """Where a cgroup hierarchy is mounted, from mountinfo."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(), right.split()
+        if len(fields) < 5 or len(tail) < 3 or tail[0] != kind:
+            continue
+        if not controller or controller in tail[2].split(","):
+            return root / fields[4].lstrip("/")
+    return None
+
+
+def _ancestors(mount: Path | None, path: str) -> Iterator[Path]:
+    """A cgroup's directory and those above it; in a container only the mount itself exists."""
+    if mount is None:
+        return
+    inside = mount / path.lstrip("/")
+    while inside != mount and mount in inside.parents:
+        if inside.is_dir():
+            yield inside
+        inside = inside.parent
+    yield mount
+
+
+def _room(directory: Path, limit: str, usage: str, cache: tuple[str, ...]) -> Iterator[Memory]:
+    """Limit - (usage - page cache): the kernel drops cached file pages when room is needed."""
+    bound, used = _number(directory / limit), _number(directory / usage)
+    if bound is None or used is None or bound >= _UNLIMITED:
+        return
+    stat = dict(line.split()[:2] for line in _read(directory / "memory.stat").splitlines() if line)
+    cached = next((int(stat[name]) for name in cache if name in stat), 0)
+    yield Memory(max(bound - max(used - cached, 0), 0), f"cgroup limit {gigabytes(bound)}")
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None  # cgroup v2 says "max"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ---- cores --------------------------------------------------------------------------------------
+
+
+def physical_cores(root: Path = ROOT) -> int:
+    """Physical cores in this process's affinity mask, at most the cgroup's CPU quota."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        package, core = _number(topology / "physical_package_id"), _number(topology / "core_id")
+        cores.add((package, core) if core is not None else cpu)
+    return max(1, min(len(cores), *_cpu_quotas(root), 1024))
+
+
+def _cpu_quotas(root: Path) -> Iterator[int]:
+    """CPUs, rounded up, of every CPU quota above this process."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            for directory in _ancestors(_mount(root, "cgroup2", ""), path):
+                quota, _, period = _read(directory / "cpu.max").partition(" ")
+                yield from _quota(quota, period)
+        elif "cpu" in controllers.split(","):
+            for directory in _ancestors(_mount(root, "cgroup", "cpu"), path):
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                yield from _quota(*(_read(directory / name) for name in names))
+
+
+def _quota(quota: str, period: str) -> Iterator[int]:
+    if quota.strip().isdigit() and period.strip().isdigit() and int(period):
+        yield max(1, -(-int(quota) // int(period)))

@@ -1,0 +1,132 @@
+"""`colibri run` and `colibri info`: one prompt answered, one directory described."""
+
+import json
+import sys
+from pathlib import Path
+
+from colibri import stats
+from colibri.answer import Prompt
+from colibri.engine import Engine, Turn, model_directory
+from colibri.errors import Exit, UsageError
+from colibri.interrupt import Interrupts
+from colibri.knobs import Settings
+from colibri.terminal import Terminal, is_terminal
+
+_RECEIPTS = {"line": stats.line, "table": stats.table, "full": stats.full}
+
+
+def run_prompt(
+    settings: Settings, prompt: str | None, prompt_file: Path | None, as_json: bool
+) -> int:
+    """Answer a prompt on stdout; returns the exit status."""
+    terminal = Terminal.of(settings.screen, settings.quiet)
+    text = read_prompt(prompt, prompt_file, settings.raw)
+    try:
+        engine = Engine.open(settings, terminal.progress)
+        turn = engine.answer(_prompt(engine, text), progress=terminal.progress)
+    finally:
+        terminal.clear()
+    if not as_json:
+        _announce(terminal, engine)
+    with Interrupts(turn.cancel) as interrupts:
+        turn.session.watch(interrupts.fd)
+        try:
+            _stream(terminal, turn, as_json)
+        finally:
+            turn.session.watch(-1)
+    if as_json:
+        terminal.write(as_object(turn) + "\n")
+    _print_receipt(terminal, settings, turn, as_json)
+    interrupted = turn.finish_reason == stats.INTERRUPTED
+    return Exit.INTERRUPTED if interrupted else Exit.OK
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:
+    """The prompt from the flag, the file or stdin; UsageError when there is nothing to answer."""
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other; give one of them")
+    if prompt is not None:
+        text, source = prompt, "--prompt"
+    elif prompt_file is None or str(prompt_file) == "-":
+        if prompt_file is None and is_terminal(sys.stdin):
+            raise UsageError("there is no prompt; give --prompt TEXT, --prompt-file or a pipe")
+        text, source = _decode(sys.stdin.buffer.read(), "stdin"), "stdin"
+    else:
+        try:
+            text, source = _decode(prompt_file.read_bytes(), str(prompt_file)), str(prompt_file)
+        except OSError as error:
+            raise UsageError(f"--prompt-file {prompt_file}: {error.strerror}") from None
+    if not (text if raw else text.strip()):
+        raise UsageError(f"the prompt from {source} is empty; write what the model should answer")
+    return text
+
+
+def _decode(data: bytes, source: str) -> str:
+    """UTF-8 text without a byte order mark and without one final newline."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not UTF-8 text at byte {error.start}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _prompt(engine: Engine, text: str) -> Prompt:
+    settings = engine.settings
+    if settings.raw:
+        return engine.raw(text)
+    messages = [{"role": "user", "content": text}]
+    if settings.system:
+        messages.insert(0, {"role": "system", "content": settings.system})
+    return engine.conversation(messages)
+
+
+def _announce(terminal: Terminal, engine: Engine) -> None:
+    """What differs from what a user may think, before the first token."""
+    if engine.settings.spec:
+        terminal.note("colibri: note: --spec has no effect in this version")
+    for note in engine.container.notes:
+        terminal.note(f"colibri: note: {note}")
+
+
+def _stream(terminal: Terminal, turn: Turn, as_json: bool) -> None:
+    """Show the pieces as they come."""
+    try:
+        for piece in turn:
+            if not as_json:
+                terminal.show(piece)
+    finally:
+        terminal.clear()
+    terminal.end()
+
+
+def as_object(turn: Turn) -> str:
+    """The JSON object of --json."""
+    assert turn.receipt is not None
+    return json.dumps(
+        {
+            "text": turn.text,
+            "reasoning": turn.reasoning or None,
+            "token_ids": turn.token_ids,
+            "finish_reason": turn.finish_reason,
+            "stats": turn.receipt.as_dict(),
+        },
+        ensure_ascii=False,
+        allow_nan=False,
+    )
+
+
+def _print_receipt(terminal: Terminal, settings: Settings, turn: Turn, as_json: bool) -> None:
+    if as_json and "stats" not in settings.given:
+        return
+    assert turn.receipt is not None
+    terminal.note(_RECEIPTS[settings.stats](turn.receipt))
+
+
+def show_info(settings: Settings, as_json: bool) -> int:
+    """Print what a model directory holds."""
+    from colibri.info import describe, render
+
+    terminal = Terminal.of(settings.screen)
+    info = describe(model_directory(settings))
+    terminal.write((json.dumps(info.as_dict(), indent=1) if as_json else render(info)) + "\n")
+    return Exit.OK

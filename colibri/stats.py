@@ -1,0 +1,194 @@
+"""The receipt of one turn: everything in it was counted where it happened."""
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from colibri.ledger import Ledger
+from colibri.memory import gigabytes
+from colibri.sampling import SamplingParams
+
+STOP, LENGTH, CONTEXT, INTERRUPTED = "stop", "length", "context", "interrupted"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counts and seconds of one turn.
+
+    `prompt` counts are of the prefill, `answer` counts of decoding; core counters are those of
+    csrc/colibri.h. `first_token_seconds` runs from the start of the turn, None without a token.
+    """
+
+    model: str
+    isa: str
+    threads: int
+    load_seconds: float
+    context: int
+    prompt_tokens: int
+    reused_tokens: int
+    prompt_seconds: float
+    answer_tokens: int
+    answer_seconds: float
+    first_token_seconds: float | None
+    prompt_counters: dict[str, int]
+    answer_counters: dict[str, int]
+    sampling: SamplingParams
+    recommended: frozenset[str]
+    seed: int
+    max_tokens: int
+    drafter: str | None
+    mode: str
+    finish_reason: str
+    ledger: Ledger
+    peak_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that were run, not found in the cache."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
+    def prompt_rate(self) -> float | None:
+        """Prompt tokens run, per second; None when nothing was timed."""
+        return _rate(self.prefill_tokens, self.prompt_seconds)
+
+    @property
+    def answer_rate(self) -> float | None:
+        """Generated tokens per second of decoding, the showing of them included."""
+        return _rate(self.answer_tokens, self.answer_seconds)
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Drafts proposed and accepted."""
+        return self.ledger.proposed, sum(self.ledger.accepted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, rates and the ledger included."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain |= {
+            "sampling": asdict(self.sampling) | {"seed": self.seed},
+            "recommended": sorted(self.recommended),
+            "notes": list(self.notes),
+            "ledger": self.ledger.as_dict(),
+            "prompt_tokens_per_second": self.prompt_rate,
+            "answer_tokens_per_second": self.answer_rate,
+            "drafts_proposed": self.drafts[0],
+            "drafts_accepted": self.drafts[1],
+        }
+        return plain
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process so far, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+# ---- as people read it --------------------------------------------------------------------------
+
+
+def line(receipt: Receipt) -> str:
+    """The receipt in one line."""
+    proposed, accepted = receipt.drafts
+    parts = [
+        f"prompt {receipt.prompt_tokens} tokens{_per_second(receipt.prompt_rate)}",
+        f"answer {receipt.answer_tokens} tokens{_per_second(receipt.answer_rate)}",
+        f"first after {_seconds(receipt.first_token_seconds)}",
+    ]
+    if proposed:
+        parts.append(f"{accepted} of {proposed} drafts kept")
+    parts.append(_finish(receipt))
+    if not receipt.sampling.greedy:
+        parts.append(f"seed {receipt.seed}")
+    return ", ".join(parts)
+
+
+def table(receipt: Receipt) -> str:
+    """The receipt in lines of "name  value"."""
+    return "\n".join(f"{name:<10} {value}" for name, value in _rows(receipt))
+
+
+def full(receipt: Receipt) -> str:
+    """The table and the ledger of drafts."""
+    return table(receipt) + "\n\n" + receipt.ledger.render()
+
+
+def _rows(receipt: Receipt) -> list[tuple[str, str]]:
+    counters = receipt.answer_counters
+    both = {k: v + receipt.prompt_counters[k] for k, v in counters.items()}
+    reused = f", {receipt.reused_tokens} found in the cache" if receipt.reused_tokens else ""
+    return [
+        ("model", receipt.model),
+        ("engine", f"{receipt.isa}, {_plural(receipt.threads, 'thread')}, "
+                   f"loaded in {_seconds(receipt.load_seconds)}, "
+                   f"peak memory {gigabytes(receipt.peak_bytes)}"),
+        ("context", f"{receipt.prompt_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
+        ("prompt", f"{receipt.prompt_tokens} tokens{reused}, {_seconds(receipt.prompt_seconds)}"
+                   f"{_per_second(receipt.prompt_rate)}"),
+        ("answer", f"{receipt.answer_tokens} tokens, {_seconds(receipt.answer_seconds)}"
+                   f"{_per_second(receipt.answer_rate)}, "
+                   f"first after {_seconds(receipt.first_token_seconds)}"),
+        ("drafts", _drafts(receipt)),
+        ("forwards", f"{counters['forwards']} of {counters['rows']} rows for the answer"
+                     f"{_each(receipt)}"),
+        ("experts", f"{both['expert_uses']} uses, {gigabytes(both['expert_bytes'])}"),
+        ("sampling", _sampling(receipt)),
+        ("finish", _finish(receipt)),
+        *(("note", note) for note in receipt.notes),
+    ]  # fmt: skip
+
+
+def _drafts(receipt: Receipt) -> str:
+    proposed, accepted = receipt.drafts
+    if receipt.drafter is None:
+        return "none"
+    rate = f" ({100 * accepted / proposed:.0f}%)" if proposed else ""
+    return f"{receipt.drafter}, {accepted} of {proposed} kept{rate}, {receipt.mode}"
+
+
+def _each(receipt: Receipt) -> str:
+    each = receipt.ledger.tokens_per_forward
+    return f", {each:.2f} tokens each" if each else ""
+
+
+def _sampling(receipt: Receipt) -> str:
+    params = receipt.sampling
+    values = {"temperature": f"{params.temperature:g}"}
+    if not params.greedy:
+        values |= {"top_p": f"{params.top_p:g}", "top_k": f"{params.top_k}"}
+        values |= {"min_p": f"{params.min_p:g}", "seed": f"{receipt.seed}"}
+    star = {name: "*" if name in receipt.recommended else "" for name in values}
+    text = ", ".join(f"{name} {value}{star[name]}" for name, value in values.items())
+    return text + (" (* the model's own)" if "*" in text else "")
+
+
+def _finish(receipt: Receipt) -> str:
+    if receipt.finish_reason == LENGTH:
+        return f"stopped at the limit of {receipt.max_tokens} tokens"
+    return {
+        STOP: "complete",
+        CONTEXT: f"stopped: the context of {receipt.context} tokens is full",
+        INTERRUPTED: "interrupted",
+    }.get(receipt.finish_reason, receipt.finish_reason)
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count and seconds > 0 else None
+
+
+def _per_second(rate: float | None) -> str:
+    if rate is None:
+        return ""
+    return f" ({rate:,.0f}/s)" if rate >= 100 else f" ({rate:.3g}/s)"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
