@@ -87,6 +87,10 @@ class Model:
         code = lib.clb_model_set_residency(self.handle, _IO[io], slots_per_layer, error)
         check(code, error)
 
+    def slot_bytes(self, mtp: bool = False) -> int:
+        """Bytes of one expert slot of the main layers, or of the MTP layer; 0 without experts."""
+        return int(lib.clb_model_slot_bytes(self.handle, mtp))
+
     def expert_bytes(self, layer: int) -> int:
         """Bytes of one routed expert of a layer, scales included."""
         return int(lib.clb_model_expert_bytes(self.handle, layer))

@@ -151,17 +151,31 @@ static int32_t *where_of(clb_model *m, int64_t layer, int64_t expert) {
     return &m->residency->where[layer * m->config.experts + expert];
 }
 
-static int32_t open_pool(clb_model *m, slot_pool *p, int64_t first, int64_t last, int64_t per_layer,
-                         clb_error *error) {
-    int64_t sparse = 0, bytes;
+/* Bytes of a slot that takes any expert of the layers [first, last), and how many are sparse. */
+static int64_t slot_bytes_of(const clb_model *m, int64_t first, int64_t last, int64_t *sparse) {
+    int64_t most = 0;
+    *sparse = 0;
     for (int64_t l = first; l < last; l++) {
-        if (!m->layers[l].sparse) continue;
-        sparse++;
+        if (!m->layers[l].sparse || !m->layers[l].experts) continue;
+        ++*sparse;
         for (int64_t e = 0; e < m->config.experts; e++) {
             int64_t need = extents_of(&m->layers[l].experts[e]).bytes;
-            if (need > p->slot_bytes) p->slot_bytes = need;
+            if (need > most) most = need;
         }
     }
+    return most;
+}
+
+int64_t clb_model_slot_bytes(const clb_model *m, int32_t mtp) {
+    int64_t layers = m->config.layers, sparse;
+    return mtp ? slot_bytes_of(m, layers, m->layer_count, &sparse)
+               : slot_bytes_of(m, 0, layers, &sparse);
+}
+
+static int32_t open_pool(clb_model *m, slot_pool *p, int64_t first, int64_t last, int64_t per_layer,
+                         clb_error *error) {
+    int64_t sparse, bytes;
+    p->slot_bytes = slot_bytes_of(m, first, last, &sparse);
     p->count = sparse * (per_layer < m->config.experts ? per_layer : m->config.experts);
     p->newest = p->oldest = NONE;
     if (p->count == 0) return CLB_OK;

@@ -1,0 +1,61 @@
+"""The division of a memory budget."""
+
+import pytest
+
+from colibri.errors import UsageError
+from colibri.plan import Demand, make_plan
+
+MB, GB = 1 << 20, 1 << 30
+DEMAND = Demand(
+    dense=500 * MB, session=100 * MB, container=9 * GB, experts=128, layers=21, slot=4 * MB,
+    mtp_slot=8 * MB, experts_per_token=8,
+)  # fmt: skip
+
+
+def test_slots_fill_what_is_left():
+    """A budget below the container becomes direct slots, and the footprint stays within it."""
+    plan = make_plan(DEMAND, 2 * GB, reserve=100 * MB)
+    one_more = plan.footprint + DEMAND.slot_round
+    assert plan.io == "direct"
+    assert plan.footprint <= 2 * GB < one_more
+    assert plan.slots_per_layer == (2 * GB - 700 * MB) // (92 * MB)
+    assert plan.notes == ()
+
+
+def test_everything_fits():
+    """With room for all experts every expert has a slot, and twice the room allows page cache."""
+    once = make_plan(DEMAND, 13 * GB)
+    twice = make_plan(DEMAND, 64 * GB)
+    assert (once.io, once.slots_per_layer) == ("direct", 128)
+    assert (twice.io, twice.slots_per_layer) == ("buffered", 128)
+
+
+def test_small_containers_are_mapped():
+    """A container that starts in a blink is left to the page cache."""
+    small = Demand(8 * MB, 8 * MB, 10 * MB, 32, 5, 49152)
+    assert make_plan(small, GB).io == "mmap"
+
+
+def test_less_than_a_token_is_said():
+    """Fewer slots than one token needs is a note with the memory that would change it."""
+    plan = make_plan(DEMAND, 700 * MB + 3 * DEMAND.slot_round)
+    assert plan.slots_per_layer in (3, 4)
+    assert "736 MB for experts would change that" in plan.notes[0]
+
+
+def test_dense_part_must_fit():
+    """Too little for the dense part is refused with both numbers and the flags."""
+    with pytest.raises(UsageError, match=r"500 MB.*100 MB.*512 MB; give more memory with --ram"):
+        make_plan(DEMAND, 512 * MB)
+
+
+def test_no_slot_is_refused():
+    """A forced slot mode without room for one slot a layer names the bytes it needs."""
+    with pytest.raises(UsageError, match=r"needs 92 MB; give more memory with --ram"):
+        make_plan(DEMAND, 640 * MB, io="direct")
+
+
+def test_mapped_is_tight_below_the_container():
+    """Mapping asks for pages at every use exactly when they cannot all stay."""
+    assert make_plan(DEMAND, 2 * GB, io="mmap").io == "mmap-tight"
+    assert make_plan(DEMAND, 24 * GB, io="mmap").io == "mmap"
