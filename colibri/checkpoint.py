@@ -10,6 +10,7 @@ from colibri.shard import HEADER_BYTES, Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object
 
 INDEX = "model.safetensors.index.json"
+MISSING_LIMIT = 100_000  # missing tensors listed at most: config.json may promise millions
 _OF = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _OUT = re.compile(r"(out(?:-[a-z]+)?)-(\d{5})\.safetensors")
 
@@ -58,7 +59,8 @@ def missing_error(checkpoint: Checkpoint, names: list[str], what: str) -> Contai
         hint = f"{_listing('file', files)} missing; fetch or convert again"
     else:
         hint = "no gap in the file numbering: the conversion did not finish, or config.json differs"
-    count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+    number = f"over {MISSING_LIMIT}" if len(names) >= MISSING_LIMIT else str(len(names))
+    count = "1 tensor is" if len(names) == 1 else f"{number} tensors are"
     return ContainerError(
         f"{checkpoint.directory}: {count} missing, first {what} ({names[0]}); {hint}"
     )

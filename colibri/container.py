@@ -3,12 +3,13 @@
 import hashlib
 import re
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
 from colibri import inventory
-from colibri.checkpoint import Checkpoint, missing_error, open_checkpoint
+from colibri.checkpoint import MISSING_LIMIT, Checkpoint, missing_error, open_checkpoint
 from colibri.config import ModelConfig
 from colibri.errors import ContainerError
 from colibri.experts import expert_table, expert_tensor_names, matrix_ref
@@ -164,12 +165,9 @@ class Container:
             return INDEX_NONE
         return INDEX_FULL if inventory.has_own_indexer(self.config, layer) else INDEX_SHARED
 
-    def _all_or_none(self, names: list[str], what: str) -> bool:
-        """Whether a part is there; a part that is only half there is an error."""
-        missing = [name for name in names if name not in self.tensors]
-        if missing and len(missing) < len(names):
-            raise missing_error(self.checkpoint, missing, f"of {what}")
-        return not missing
+    def _any(self, names: list[str]) -> bool:
+        """Whether a part is there: one tensor is enough, the rest of it is then required."""
+        return any(name in self.tensors for name in names)
 
     def _find_mtp(self) -> bool:
         layer = self.config.mtp_layer
@@ -177,12 +175,12 @@ class Container:
             return False
         names = [entry.name for entry in inventory.layer_entries(self.config, layer)]
         names += expert_tensor_names(self.checkpoint, self.config, layer)
-        found = self._all_or_none(names, f"the MTP layer {layer}")
-        if not found:
-            self.notes.append(
-                f"no MTP layer (model.layers.{layer}.*): the model cannot draft for itself"
-            )
-        return found
+        if self._any(names):
+            return True
+        self.notes.append(
+            f"no MTP layer (model.layers.{layer}.*): the model cannot draft for itself"
+        )
+        return False
 
     def _find_indexers(self) -> bool:
         full = [
@@ -190,36 +188,37 @@ class Container:
             for layer in range(self.config.num_hidden_layers)
             if inventory.has_own_indexer(self.config, layer)
         ]
-        names = [e.name for layer in full for e in inventory.indexer_entries(self.config, layer)]
-        found = self._all_or_none(names, "the sparse-attention indexers")
-        if not found:
-            self.notes.append(
-                "no indexers: attention is dense, which differs from the model once a text is "
-                f"longer than index_topk ({self.config.index_topk} tokens)"
-            )
-        return found
+        if self._any([e.name for n in full for e in inventory.indexer_entries(self.config, n)]):
+            return True
+        self.notes.append(
+            "no indexers: attention is dense, which differs from the model once a text is "
+            f"longer than index_topk ({self.config.index_topk} tokens)"
+        )
+        return False
 
     def _find_mtp_indexer(self) -> bool:
         layer = self.config.num_hidden_layers
-        names = [entry.name for entry in inventory.indexer_entries(self.config, layer)]
-        found = self._all_or_none(names, "the MTP layer's indexer")
-        if not found and self.has_indexer:
+        if self._any([entry.name for entry in inventory.indexer_entries(self.config, layer)]):
+            return True
+        if self.has_indexer:
             self.notes.append("the MTP layer has no indexer: its drafts attend to every key")
-        return found
+        return False
 
     def _require_entries(self) -> list[Entry]:
         """All entries outside the routed experts; ContainerError lists what is missing."""
         entries = inventory.global_entries(self.config)
-        names = [entry.name for entry in entries]
         for layer in self.layers:
-            own = inventory.layer_entries(self.config, layer)
+            entries += inventory.layer_entries(self.config, layer)
             if self._index_kind(layer) == INDEX_FULL:
-                own += inventory.indexer_entries(self.config, layer)
-            entries += own
-            names += [entry.name for entry in own]
-            if inventory.is_sparse(self.config, layer):
-                names += expert_tensor_names(self.checkpoint, self.config, layer)
-        missing = [name for name in names if name not in self.tensors]
+                entries += inventory.indexer_entries(self.config, layer)
+        experts = (
+            name
+            for layer in self._sparse_layers()
+            for name in expert_tensor_names(self.checkpoint, self.config, layer)
+        )
+        names = chain((entry.name for entry in entries), experts)
+        absent = (name for name in names if name not in self.tensors)
+        missing = list(islice(absent, MISSING_LIMIT))
         if missing:
             roles = {entry.name: entry for entry in entries}
             raise missing_error(self.checkpoint, missing, _describe(missing[0], roles))

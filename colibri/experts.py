@@ -65,6 +65,8 @@ def _from_records(resolver: Resolver, config: ModelConfig, layer: int) -> np.nda
     if record % RECORD_ALIGN or tensor.offset % RECORD_ALIGN:
         raise resolver.fail(tensor, f"records are not aligned to {RECORD_ALIGN} bytes")
     layout = own_records(shard).get(tensor.name)
+    if layout is None:
+        raise resolver.fail(tensor, "__metadata__.experts of its file does not describe it")
     starts = tensor.offset + record * np.arange(experts, dtype=np.int64)
     table = np.zeros((experts, 3), MATRIX_DTYPE)
     for column, projection in enumerate(PROJECTIONS):

@@ -88,8 +88,13 @@ def split(arrays: dict[str, np.ndarray], names: Iterable[str]) -> dict[str, dict
     }
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Rewrite a shard with its header changed in place; the data stays."""
+def edit(path: Path, change: Callable[[dict[str, Any]], Any], align: bool = True) -> None:
+    """Rewrite a shard with its header changed; the data stays, aligned to 4096 if it was."""
+    begin = path.stat().st_size
     header, data = load(path)
+    begin -= len(data)
     change(header)
-    store(path, header, data)
+    text = json.dumps(header).encode()
+    if align and begin % 4096 == 0:
+        text = text.ljust(-(-(len(text) + 8) // 4096) * 4096 - 8)
+    store(path, text, data)
