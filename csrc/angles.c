@@ -4,8 +4,7 @@
 #include "kernels.h"
 
 /* Taylor series on |r| <= pi/4: what is left out is below 1e-13, the result is a float. */
-static double sine(double r)
-{
+static double sine(double r) {
     const double s = r * r;
     double p = fma(s, 1.0 / 6227020800.0, -1.0 / 39916800.0);
     p = fma(p, s, 1.0 / 362880.0);
@@ -15,8 +14,7 @@ static double sine(double r)
     return fma(p * s, r, r);
 }
 
-static double cosine(double r)
-{
+static double cosine(double r) {
     const double s = r * r;
     double p = fma(s, -1.0 / 87178291200.0, 1.0 / 479001600.0);
     p = fma(p, s, -1.0 / 3628800.0);
@@ -29,8 +27,7 @@ static double cosine(double r)
 
 /* angle = k pi/2 + r: pi/2 in two doubles and exact products (fma) keep r good to 1e-16 while
    |angle| < 2^31, far beyond any context. */
-static void rotation(float angle, float *out)
-{
+static void rotation(float angle, float *out) {
     const double magic = 0x1.8p52; /* adding it rounds to an integer, half to even */
     double shifted = fma((double)angle, 0x1.45f306dc9c883p-1, magic), k = shifted - magic;
     double r = fma(k, -0x1.921fb54442d18p+0, (double)angle);
@@ -43,8 +40,7 @@ static void rotation(float angle, float *out)
     out[1] = (float)sines[bits & 3];
 }
 
-void clb_rope_angles(int64_t position, const float *inv_freq, int64_t half, float *out)
-{
+void clb_rope_angles(int64_t position, const float *inv_freq, int64_t half, float *out) {
     for (int64_t j = 0; j < half; j++)
         rotation((float)position * inv_freq[j], out + 2 * j);
 }

@@ -1,45 +1,43 @@
-/* How stored bytes become numbers: half floats, packed integers, scales. Included by every table. */
+/* How stored bytes become numbers: half floats, packed integers, scales. Little endian only. */
 #ifndef CLB_DECODE_H
 #define CLB_DECODE_H
 #include <string.h>
 #include "kernels.h"
 
-static inline float clb_bits_float(uint32_t bits)
-{
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "containers are little endian, and so is this code"
+#endif
+
+static inline float clb_bits_float(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline uint32_t clb_float_bits(float value)
-{
+static inline uint32_t clb_float_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float clb_load_f32(const uint8_t *p)
-{
+static inline float clb_load_f32(const uint8_t *p) {
     float value;
     memcpy(&value, p, sizeof value);
     return value;
 }
 
-static inline uint16_t clb_load_u16(const uint8_t *p)
-{
+static inline uint16_t clb_load_u16(const uint8_t *p) {
     uint16_t value;
     memcpy(&value, p, sizeof value);
     return value;
 }
 
-static inline float clb_bf16_float(uint16_t bits)
-{
+static inline float clb_bf16_float(uint16_t bits) {
     return clb_bits_float((uint32_t)bits << 16);
 }
 
 /* Exact, subnormals included; a NaN comes out quiet, as the processors' own conversions do. */
-static inline float clb_f16_float(uint16_t bits)
-{
+static inline float clb_f16_float(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
     uint32_t finite = clb_float_bits(clb_bits_float(magnitude << 13) * 0x1p112f);
     uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
@@ -48,16 +46,14 @@ static inline float clb_f16_float(uint16_t bits)
 }
 
 /* Element i of a row of a float format. */
-static inline float clb_float_at(int32_t format, const uint8_t *row, int64_t i)
-{
+static inline float clb_float_at(int32_t format, const uint8_t *row, int64_t i) {
     if (format == CLB_F32)
         return clb_load_f32(row + 4 * i);
     uint16_t bits = clb_load_u16(row + 2 * i);
     return format == CLB_BF16 ? clb_bf16_float(bits) : clb_f16_float(bits);
 }
 
-static inline float clb_scale_at(const clb_matrix *w, int64_t row, int64_t group)
-{
+static inline float clb_scale_at(const clb_matrix *w, int64_t row, int64_t group) {
     int64_t i = row * w->row_scales + group;
     if (w->scale_format == CLB_F16)
         return clb_f16_float(clb_load_u16(w->scales + 2 * i));
@@ -65,21 +61,18 @@ static inline float clb_scale_at(const clb_matrix *w, int64_t row, int64_t group
 }
 
 /* The scale that covers one input. Padding past the last group takes the row's last scale. */
-static inline float clb_scale_of_input(const clb_matrix *w, int64_t row, int64_t input)
-{
+static inline float clb_scale_of_input(const clb_matrix *w, int64_t row, int64_t input) {
     int64_t group = w->group ? input / w->group : 0;
     return clb_scale_at(w, row, group < w->row_scales ? group : w->row_scales - 1);
 }
 
 /* First of the four inputs of a block that one lane owns. */
-static inline int64_t clb_lane_input(int32_t format, int lane)
-{
+static inline int64_t clb_lane_input(int32_t format, int lane) {
     return format != CLB_INT4 ? 4 * lane : lane < 8 ? 8 * lane : 8 * (lane - 8) + 1;
 }
 
 /* Payload bytes of one block of 64 inputs; 0 for a float format. */
-static inline int64_t clb_block_bytes(int32_t format)
-{
+static inline int64_t clb_block_bytes(int32_t format) {
     switch (format) {
     case CLB_INT8: return 64;
     case CLB_INT4: return 32;
@@ -89,31 +82,41 @@ static inline int64_t clb_block_bytes(int32_t format)
     }
 }
 
-static inline void clb_unpack_int4(const uint8_t *p, int8_t *out)
-{
+static inline void clb_unpack_int4(const uint8_t *p, int8_t *out) {
     for (int k = 0; k < 32; k++) {
         out[k] = (int8_t)((p[k] & 15) - 8);
         out[k + 32] = (int8_t)((p[k] >> 4) - 8);
     }
 }
 
-static inline void clb_unpack_int3(const uint8_t *p, int8_t *out)
-{
-    for (int k = 0; k < 64; k++) {
-        int low = p[k >> 2] >> 2 * (k & 3) & 3, high = p[16 + (k >> 3)] >> (k & 7) & 1;
-        out[k] = (int8_t)(low + 4 * high - 4);
-    }
+/* Four values a lane as the bytes of one word: two-bit fields spread to bytes, then less offset. */
+static inline uint32_t clb_spread_pairs(uint32_t byte) {
+    return (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
 }
 
-static inline void clb_unpack_int2(const uint8_t *p, int8_t *out)
-{
-    for (int k = 0; k < 64; k++)
-        out[k] = (int8_t)((p[k >> 2] >> 2 * (k & 3) & 3) - 2);
+static inline uint32_t clb_less(uint32_t bytes, uint32_t offsets) {
+    return ((bytes | 0x80808080u) - offsets) ^ 0x80808080u; /* no borrow crosses a byte */
+}
+
+static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
+    uint32_t words[CLB_LANES];
+    for (int l = 0; l < CLB_LANES; l++) {
+        uint32_t high = (uint32_t)p[16 + l / 2] >> 4 * (l & 1) & 15;
+        uint32_t bits = high * 0x204081u & 0x01010101u; /* bit i of the four to byte i */
+        words[l] = clb_less(clb_spread_pairs(p[l]) | bits << 2, 0x04040404u);
+    }
+    memcpy(out, words, sizeof words);
+}
+
+static inline void clb_unpack_int2(const uint8_t *p, int8_t *out) {
+    uint32_t words[CLB_LANES];
+    for (int l = 0; l < CLB_LANES; l++)
+        words[l] = clb_less(clb_spread_pairs(p[l]), 0x02020202u);
+    memcpy(out, words, sizeof words);
 }
 
 /* One whole block as 64 signed values in the order the lanes own them: [lane][4]. */
-static inline void clb_unpack(int32_t format, const uint8_t *p, int8_t *out)
-{
+static inline void clb_unpack(int32_t format, const uint8_t *p, int8_t *out) {
     switch (format) {
     case CLB_INT4: clb_unpack_int4(p, out); break;
     case CLB_INT3: clb_unpack_int3(p, out); break;

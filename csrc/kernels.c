@@ -2,8 +2,7 @@
 #include <string.h>
 #include "kernels.h"
 
-const clb_kernels *clb_kernels_find(const char *isa)
-{
+const clb_kernels *clb_kernels_find(const char *isa) {
     const clb_kernels *tables[] = {clb_kernels_avx512(), clb_kernels_avx2(), clb_kernels_neon(),
                                    clb_kernels_scalar()}; /* best first */
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
@@ -12,7 +11,6 @@ const clb_kernels *clb_kernels_find(const char *isa)
     return NULL;
 }
 
-int32_t clb_isa_available(const char *isa)
-{
+int32_t clb_isa_available(const char *isa) {
     return isa && clb_kernels_find(isa) != NULL;
 }

@@ -27,7 +27,7 @@ typedef struct clb_acts { /* S rows of activations, in the form a format's kerne
 } clb_acts;
 
 /* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4 (offset 8).
-   CLB_NATURAL: 0..63, for int8 (offset 128), int3 and int2 (offset 0: unpacked to signed). */
+   CLB_NATURAL: 0..63, for int8 (offset 128) and for int3 and int2, which run as int8. */
 typedef enum { CLB_NATURAL, CLB_EVEN_ODD } clb_order;
 
 /* Output rows [first, last) for every row of x: y[r * y_stride + o]. Each output is a function of

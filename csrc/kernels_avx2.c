@@ -1,8 +1,147 @@
-/* Not written yet: this table is absent. */
+/* AVX2 with FMA and F16C: sixteen lanes are two registers. */
 #include <stddef.h>
 #include "kernels.h"
 
-const clb_kernels *clb_kernels_avx2(void)
-{
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#include <string.h>
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#define CLB_LANES_NATIVE
+typedef struct { __m256 low, high; } lanes;      /* lanes 0..7, 8..15 */
+typedef struct { __m256i low, high; } packed;    /* bytes of lanes 0..7, 8..15 */
+
+static inline lanes lanes_zero(void) {
+    return (lanes){_mm256_setzero_ps(), _mm256_setzero_ps()};
+}
+
+static inline lanes lanes_load(const float *p) {
+    return (lanes){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+
+static inline void lanes_store(float *p, lanes a) {
+    _mm256_storeu_ps(p, a.low);
+    _mm256_storeu_ps(p + 8, a.high);
+}
+
+static inline lanes lanes_splat(const float *p) {
+    __m256 a = _mm256_broadcast_ss(p);
+    return (lanes){a, a};
+}
+
+static inline lanes lanes_add(lanes a, lanes b) {
+    return (lanes){_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+}
+
+static inline lanes lanes_mul(lanes a, lanes b) {
+    return (lanes){_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+}
+
+static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
+    return (lanes){_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+
+static inline float lanes_fold(lanes a) {
+    __m256 eight = _mm256_add_ps(a.low, a.high);
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+}
+
+/* f[lane[l]]: a block's lanes 0..7 meet at most eight groups, and so do lanes 8..15. */
+static inline lanes lanes_pick(const float *f, const int32_t *lane) {
+    __m256i low = _mm256_loadu_si256((const __m256i *)lane);
+    __m256i high = _mm256_loadu_si256((const __m256i *)(lane + 8));
+    return (lanes){_mm256_permutevar8x32_ps(_mm256_loadu_ps(f), low),
+                   _mm256_permutevar8x32_ps(_mm256_loadu_ps(f + (lane[8] & ~7)), high)};
+}
+
+static inline lanes lanes_load_f32(const uint8_t *p) {
+    return (lanes){_mm256_castsi256_ps(_mm256_loadu_si256((const __m256i *)p)),
+                   _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i *)(p + 32)))};
+}
+
+static inline __m256 bf16_floats(const uint8_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+static inline lanes lanes_load_bf16(const uint8_t *p) {
+    return (lanes){bf16_floats(p), bf16_floats(p + 16)};
+}
+
+static inline lanes lanes_load_f16(const uint8_t *p) {
+    return (lanes){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
+}
+
+/* Nibbles stay unsigned: the -8 is in the activations' start values. */
+static inline packed packed_int4(const uint8_t *p) {
+    __m256i both = _mm256_loadu_si256((const __m256i *)p), mask = _mm256_set1_epi8(15);
+    return (packed){_mm256_and_si256(both, mask),
+                    _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
+}
+
+static inline packed packed_int8(const uint8_t *p) {
+    return (packed){_mm256_loadu_si256((const __m256i *)p),
+                    _mm256_loadu_si256((const __m256i *)(p + 32))};
+}
+
+/* 15 * 127 * 2 and 128 * 127 * 2 both fit the 16-bit sums. */
+static inline __m256i nibble_dot(__m256i w, const int8_t *q, const int32_t *start) {
+    __m256i pairs = _mm256_maddubs_epi16(w, _mm256_loadu_si256((const __m256i *)q));
+    return _mm256_add_epi32(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)),
+                            _mm256_loadu_si256((const __m256i *)start));
+}
+
+static inline __m256i byte_dot(__m256i w, const int8_t *q) {
+    __m256i signed_q = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)q), w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
+    if (nibbles)
+        return (lanes){_mm256_cvtepi32_ps(nibble_dot(w.low, q, start)),
+                       _mm256_cvtepi32_ps(nibble_dot(w.high, q + 32, start + 8))};
+    return (lanes){_mm256_cvtepi32_ps(byte_dot(w.low, q)),
+                   _mm256_cvtepi32_ps(byte_dot(w.high, q + 32))};
+}
+
+/* Outputs a tile takes at 1, 2, 3 and 4 rows: sixteen registers hold no more. */
+#define TILE_WIDE 4, 2, 1, 1
+#ifndef PREFETCH
+#define PREFETCH 4096
+#endif
+
+#include "tiles.h"
+
+static const clb_kernels table = {.isa = "avx2", CLB_LINEAR_ENTRIES, CLB_NUMERICS_ENTRIES};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+/* The compiler's own check covers the operating system's part too (xgetbv). */
+const clb_kernels *clb_kernels_avx2(void) {
+    __builtin_cpu_init();
+    int here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __builtin_cpu_supports("f16c");
+    return here ? &table : NULL;
+}
+
+#else
+
+const clb_kernels *clb_kernels_avx2(void) {
     return NULL;
 }
+
+#endif

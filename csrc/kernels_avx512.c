@@ -1,8 +1,130 @@
-/* Not written yet: this table is absent. */
+/* AVX-512 with VNNI: sixteen lanes are one register, a block's products one instruction. */
 #include <stddef.h>
+#include <string.h>
 #include "kernels.h"
 
-const clb_kernels *clb_kernels_avx512(void)
-{
+#if defined(CLB_EMULATED_AVX512) || (defined(__x86_64__) && defined(__GNUC__))
+
+#ifndef CLB_EMULATED_AVX512 /* tests/c/emulate_avx512.h brings its own */
+#include <immintrin.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target(                                                \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#endif
+#endif
+
+#define CLB_LANES_NATIVE
+typedef __m512 lanes;
+typedef __m512i packed; /* unsigned bytes [lane][4]; the offset is in the activations' starts */
+
+static inline lanes lanes_zero(void) {
+    return _mm512_setzero_ps();
+}
+
+static inline lanes lanes_load(const float *p) {
+    return _mm512_loadu_ps(p);
+}
+
+static inline void lanes_store(float *p, lanes a) {
+    _mm512_storeu_ps(p, a);
+}
+
+static inline lanes lanes_splat(const float *p) {
+    return _mm512_set1_ps(*p);
+}
+
+static inline lanes lanes_add(lanes a, lanes b) {
+    return _mm512_add_ps(a, b);
+}
+
+static inline lanes lanes_mul(lanes a, lanes b) {
+    return _mm512_mul_ps(a, b);
+}
+
+static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+static inline float lanes_fold(lanes a) {
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+}
+
+/* f[lane[l]], each lane below 16 */
+static inline lanes lanes_pick(const float *f, const int32_t *lane) {
+    return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(f));
+}
+
+static inline lanes lanes_load_f32(const uint8_t *p) {
+    return _mm512_castsi512_ps(_mm512_loadu_si512(p));
+}
+
+static inline lanes lanes_load_bf16(const uint8_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+static inline lanes lanes_load_f16(const uint8_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+/* The block twice, the second copy shifted: low nibbles are lanes 0..7, high ones 8..15. */
+static inline packed packed_int4(const uint8_t *p) {
+    const __m512i shift = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+    __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_and_si512(_mm512_srlv_epi64(twice, shift), _mm512_set1_epi8(15));
+}
+
+static inline packed packed_int8(const uint8_t *p) {
+    return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
+}
+
+static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
+    (void)nibbles; /* either offset has its own start */
+    return _mm512_cvtepi32_ps(
+        _mm512_dpbusd_epi32(_mm512_loadu_si512(start), w, _mm512_loadu_si512(q)));
+}
+
+#define TILE_WIDE 4, 4, 4, 4 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
+#define PREFETCH 4096
+
+#include "tiles.h"
+
+static const clb_kernels table = {.isa = "avx512", CLB_LINEAR_ENTRIES, CLB_NUMERICS_ENTRIES};
+
+#ifdef CLB_EMULATED_AVX512
+
+const clb_kernels *clb_kernels_avx512(void) {
+    return &table;
+}
+
+#else
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+/* The compiler's check covers the operating system's part too (xgetbv). */
+const clb_kernels *clb_kernels_avx512(void) {
+    __builtin_cpu_init();
+    int here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx2") &&
+               __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return here ? &table : NULL;
+}
+
+#endif
+#else
+
+const clb_kernels *clb_kernels_avx512(void) {
     return NULL;
 }
+
+#endif

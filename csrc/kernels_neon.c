@@ -2,7 +2,6 @@
 #include <stddef.h>
 #include "kernels.h"
 
-const clb_kernels *clb_kernels_neon(void)
-{
+const clb_kernels *clb_kernels_neon(void) {
     return NULL;
 }

@@ -1,9 +1,8 @@
-/* The definition of the bits: plain C, one output at a time. docs/arithmetic.md says it in words. */
+/* The definition of the bits: plain C, one output at a time (in words: docs/arithmetic.md). */
 #include "kernels.h"
 #include "numerics.h"
 
-static float float_output(const clb_matrix *w, const uint8_t *row, const float *x)
-{
+static float float_output(const clb_matrix *w, const uint8_t *row, const float *x) {
     lanes acc = lanes_zero();
     for (int64_t i = 0; i < w->cols; i++)
         acc.v[i % CLB_LANES] = __builtin_fmaf(clb_float_at(w->format, row, i), x[i],
@@ -12,17 +11,16 @@ static float float_output(const clb_matrix *w, const uint8_t *row, const float *
 }
 
 static void linear_float(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
-                         float *y, int64_t y_stride)
-{
+                         float *y, int64_t y_stride) {
     for (int64_t o = first; o < last; o++)
         for (int64_t r = 0; r < x->rows; r++)
-            y[r * y_stride + o] = float_output(w, w->data + o * w->row_bytes, x->x + r * x->x_stride);
+            y[r * y_stride + o] = float_output(w, w->data + o * w->row_bytes,
+                                               x->x + r * x->x_stride);
 }
 
 /* One block's 64 products into the lanes. */
 static void block_products(const clb_matrix *w, const clb_acts *x, int64_t o, int64_t r, int64_t b,
-                           lanes *acc)
-{
+                           lanes *acc) {
     int64_t block_bytes = clb_block_bytes(w->format), left = w->row_bytes - b * block_bytes;
     const int8_t *q = x->q + (r * x->blocks + b) * CLB_BLOCK;
     uint8_t bytes[CLB_BLOCK] = {0};
@@ -41,8 +39,7 @@ static void block_products(const clb_matrix *w, const clb_acts *x, int64_t o, in
 }
 
 static void linear_quantised(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
-                             float *y, int64_t y_stride)
-{
+                             float *y, int64_t y_stride) {
     for (int64_t o = first; o < last; o++)
         for (int64_t r = 0; r < x->rows; r++) {
             lanes acc = lanes_zero();
@@ -59,7 +56,6 @@ static const clb_kernels table = {
     CLB_NUMERICS_ENTRIES,
 };
 
-const clb_kernels *clb_kernels_scalar(void)
-{
+const clb_kernels *clb_kernels_scalar(void) {
     return &table;
 }

@@ -6,15 +6,13 @@
 
 enum { MAX_SIDE = 1 << 24 }; /* keeps every product below far from overflow */
 
-static int32_t fail(clb_error *error, int32_t code, const char *text)
-{
+static int32_t fail(clb_error *error, int32_t code, const char *text) {
     error->code = code;
     snprintf(error->text, sizeof error->text, "%s", text);
     return code;
 }
 
-static const char *shape_problem(const clb_tensor *shape, int64_t s)
-{
+static const char *shape_problem(const clb_tensor *shape, int64_t s) {
     if (shape->format < 0 || shape->format >= CLB_FORMATS)
         return "unknown matrix format";
     if (shape->rows < 1 || shape->rows > MAX_SIDE || shape->cols < 1 || shape->cols > MAX_SIDE)
@@ -31,13 +29,11 @@ static const char *shape_problem(const clb_tensor *shape, int64_t s)
     return NULL;
 }
 
-static int64_t ceil_div(int64_t a, int64_t b)
-{
+static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-static int64_t row_bytes(int32_t format, int64_t cols)
-{
+static int64_t row_bytes(int32_t format, int64_t cols) {
     switch (format) {
     case CLB_F32: return 4 * cols;
     case CLB_BF16:
@@ -50,8 +46,7 @@ static int64_t row_bytes(int32_t format, int64_t cols)
 }
 
 static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts *acts,
-                             clb_error *error)
-{
+                             clb_error *error) {
     size_t blocks = (size_t)acts->rows * (size_t)acts->blocks;
     acts->q = malloc(blocks * CLB_BLOCK);
     acts->scale = malloc(blocks * sizeof *acts->scale);
@@ -68,8 +63,7 @@ static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts 
 }
 
 int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t *data,
-                        const void *scales, const float *x, int64_t s, float *y, clb_error *error)
-{
+                        const void *scales, const float *x, int64_t s, float *y, clb_error *error) {
     const clb_kernels *table = clb_kernels_find(isa);
     if (!table)
         return fail(error, CLB_INVALID, "this processor has no such instruction set");

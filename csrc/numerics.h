@@ -17,39 +17,33 @@
 #ifndef CLB_LANES_NATIVE
 typedef struct { float v[CLB_LANES]; } lanes;
 
-static inline lanes lanes_zero(void)
-{
+static inline lanes lanes_zero(void) {
     return (lanes){{0}};
 }
 
-static inline lanes lanes_load(const float *p)
-{
+static inline lanes lanes_load(const float *p) {
     lanes a;
     memcpy(a.v, p, sizeof a.v);
     return a;
 }
 
-static inline void lanes_store(float *p, lanes a)
-{
+static inline void lanes_store(float *p, lanes a) {
     memcpy(p, a.v, sizeof a.v);
 }
 
-static inline lanes lanes_add(lanes a, lanes b)
-{
+static inline lanes lanes_add(lanes a, lanes b) {
     for (int l = 0; l < CLB_LANES; l++)
         a.v[l] = a.v[l] + b.v[l];
     return a;
 }
 
-static inline lanes lanes_fma(lanes a, lanes b, lanes c)
-{
+static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
     for (int l = 0; l < CLB_LANES; l++)
         c.v[l] = __builtin_fmaf(a.v[l], b.v[l], c.v[l]);
     return c;
 }
 
-static inline float lanes_fold(lanes a)
-{
+static inline float lanes_fold(lanes a) {
     for (int half = CLB_LANES / 2; half > 0; half /= 2)
         for (int l = 0; l < half; l++)
             a.v[l] = a.v[l] + a.v[l + half];
@@ -58,8 +52,7 @@ static inline float lanes_fold(lanes a)
 #endif
 
 /* Adds the last n < 16 products; lanes from n on keep their value, the sign of a zero included. */
-static inline lanes lanes_fma_tail(const float *a, const float *b, int64_t n, lanes acc)
-{
+static inline lanes lanes_fma_tail(const float *a, const float *b, int64_t n, lanes acc) {
     float v[CLB_LANES];
     lanes_store(v, acc);
     for (int64_t l = 0; l < n; l++)
@@ -67,8 +60,7 @@ static inline lanes lanes_fma_tail(const float *a, const float *b, int64_t n, la
     return lanes_load(v);
 }
 
-static inline float dot_lanes(const float *a, const float *b, int64_t n)
-{
+static inline float dot_lanes(const float *a, const float *b, int64_t n) {
     lanes acc = lanes_zero();
     int64_t i = 0;
     for (; i + CLB_LANES <= n; i += CLB_LANES)
@@ -78,8 +70,7 @@ static inline float dot_lanes(const float *a, const float *b, int64_t n)
     return lanes_fold(acc);
 }
 
-static inline float sum_lanes(const float *x, int64_t n)
-{
+static inline float sum_lanes(const float *x, int64_t n) {
     lanes acc = lanes_zero();
     float v[CLB_LANES];
     int64_t i = 0;
@@ -95,8 +86,7 @@ static inline float sum_lanes(const float *x, int64_t n)
 
 /* e^x = 2^k e^r with |r| <= ln 2 / 2, e^r = 1 + r + r^2 q(r), q of degree 4 (relative error of the
    polynomial 3.1e-9). 0 below ln 2^-126: no subnormal ever comes out. NaN stays NaN. */
-static inline float exp_one(float x)
-{
+static inline float exp_one(float x) {
     const float magic = 0x1.8p23f; /* adding it rounds to an integer, half to even */
     float shifted = __builtin_fmaf(x, 0x1.715476p+0f, magic), k = shifted - magic;
     float r = __builtin_fmaf(k, -0x1.62e4p-1f, x);
@@ -115,28 +105,24 @@ static inline float exp_one(float x)
     return x < -0x1.5d589ep+6f ? 0.0f : y;
 }
 
-static inline float sigmoid_one(float x)
-{
+static inline float sigmoid_one(float x) {
     return 1.0f / (1.0f + exp_one(-x));
 }
 
-static void sigmoid_all(const float *x, int64_t n, float *y)
-{
+static inline void sigmoid_all(const float *x, int64_t n, float *y) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         y[i] = sigmoid_one(x[i]);
 }
 
-static void swiglu_all(const float *gate, const float *up, int64_t n, float *y)
-{
+static inline void swiglu_all(const float *gate, const float *up, int64_t n, float *y) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         y[i] = gate[i] * sigmoid_one(gate[i]) * up[i];
 }
 
 /* A NaN anywhere makes every output NaN: the maximum skips it, the sum does not. */
-static void softmax_all(float *x, int64_t n)
-{
+static inline void softmax_all(float *x, int64_t n) {
     if (n <= 0)
         return;
     float v[CLB_LANES];
@@ -162,29 +148,25 @@ static void softmax_all(float *x, int64_t n)
 
 /* ---- vectors ------------------------------------------------------------------------------- */
 
-static void axpy_all(float a, const float *x, float *y, int64_t n)
-{
+static inline void axpy_all(float a, const float *x, float *y, int64_t n) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         y[i] = __builtin_fmaf(a, x[i], y[i]);
 }
 
-static void scale_all(float a, float *x, int64_t n)
-{
+static inline void scale_all(float a, float *x, int64_t n) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         x[i] = a * x[i];
 }
 
-static void add_all(const float *x, float *y, int64_t n)
-{
+static inline void add_all(const float *x, float *y, int64_t n) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         y[i] = y[i] + x[i];
 }
 
-static void rmsnorm_all(const float *x, const float *gain, float eps, int64_t n, float *y)
-{
+static inline void rmsnorm_all(const float *x, const float *gain, float eps, int64_t n, float *y) {
     float mean = dot_lanes(x, x, n) / (float)n;
     float r = 1.0f / __builtin_sqrtf(mean + eps);
     CLB_EACH
@@ -192,8 +174,7 @@ static void rmsnorm_all(const float *x, const float *gain, float eps, int64_t n,
         y[i] = x[i] * r * gain[i];
 }
 
-static float centred_squares(const float *x, float mean, int64_t n)
-{
+static inline float centred_squares(const float *x, float mean, int64_t n) {
     lanes acc = lanes_zero();
     float v[CLB_LANES];
     for (int64_t i = 0; i < n; i += CLB_LANES) {
@@ -208,9 +189,8 @@ static float centred_squares(const float *x, float mean, int64_t n)
     return lanes_fold(acc);
 }
 
-static void layernorm_all(const float *x, const float *gain, const float *bias, float eps, int64_t n,
-                          float *y)
-{
+static inline void layernorm_all(const float *x, const float *gain, const float *bias, float eps,
+                                 int64_t n, float *y) {
     float mean = sum_lanes(x, n) / (float)n;
     float variance = centred_squares(x, mean, n) / (float)n;
     float r = 1.0f / __builtin_sqrtf(variance + eps);
@@ -220,8 +200,7 @@ static void layernorm_all(const float *x, const float *gain, const float *bias, 
 }
 
 /* (a, b) -> (a cos - b sin, b cos + a sin), each as one product and one fma. */
-static void rope_all(float *v, const float *cos_sin, int64_t half)
-{
+static inline void rope_all(float *v, const float *cos_sin, int64_t half) {
     CLB_EACH
     for (int64_t j = 0; j < half; j++) {
         float a = v[2 * j], b = v[2 * j + 1];
@@ -232,14 +211,13 @@ static void rope_all(float *v, const float *cos_sin, int64_t half)
 }
 
 /* A NaN product stays NaN; a negative one counts as +0. */
-static inline float relu_one(float d)
-{
+static inline float relu_one(float d) {
     return d < 0 ? 0.0f : d;
 }
 
-static void index_scores_all(const float *q, const float *weight, int64_t heads, int64_t dim,
-                             const float *keys, int64_t first, int64_t last, float *out)
-{
+static inline void index_scores_all(const float *q, const float *weight, int64_t heads,
+                                    int64_t dim, const float *keys, int64_t first, int64_t last,
+                                    float *out) {
     for (int64_t s = first; s < last; s++) {
         float acc = 0;
         for (int64_t m = 0; m < heads; m++) {
@@ -253,8 +231,7 @@ static void index_scores_all(const float *q, const float *weight, int64_t heads,
 /* ---- activations to int8 ------------------------------------------------------------------- */
 
 /* 64 inputs to integers of -127..127 in *rounded; returns their scale (absmax / 127). */
-static inline float quantize_block(const float *x, int32_t *rounded)
-{
+static inline float quantize_block(const float *x, int32_t *rounded) {
     const float magic = 0x1.8p23f;
     int32_t most = 0;
     for (int i = 0; i < CLB_BLOCK; i++) { /* as integers: no NaN slips through a comparison */
@@ -273,10 +250,9 @@ static inline float quantize_block(const float *x, int32_t *rounded)
     return usable ? absmax / 127.0f : 0.0f;
 }
 
-static void quantize_all(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
-                         int32_t *start)
-{
-    int32_t offset = format == CLB_INT4 ? 8 : format == CLB_INT8 ? 128 : 0;
+static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
+                         int32_t *start) {
+    int32_t offset = format == CLB_INT4 ? 8 : 128; /* int3 and int2 run as int8 */
     for (int64_t b = 0; b * CLB_BLOCK < n; b++, q += CLB_BLOCK, start += CLB_LANES) {
         float padded[CLB_BLOCK] = {0};
         int32_t rounded[CLB_BLOCK];
@@ -292,8 +268,7 @@ static void quantize_all(const float *x, int64_t n, int32_t format, int8_t *q, f
 
 /* ---- weights back to floats ---------------------------------------------------------------- */
 
-static void dequantize_row_all(const clb_matrix *w, int64_t row, float *out)
-{
+static inline void dequantize_row_all(const clb_matrix *w, int64_t row, float *out) {
     const uint8_t *data = w->data + row * w->row_bytes;
     int64_t block_bytes = clb_block_bytes(w->format);
     if (!block_bytes) {
@@ -317,10 +292,10 @@ static void dequantize_row_all(const clb_matrix *w, int64_t row, float *out)
 }
 
 /* The entries of a table that are the same code for every instruction set. */
-#define CLB_NUMERICS_ENTRIES                                                                        \
-    .quantize = quantize_all, .dequantize_row = dequantize_row_all, .dot = dot_lanes,               \
-    .axpy = axpy_all, .scale = scale_all, .add = add_all, .rmsnorm = rmsnorm_all,                   \
-    .layernorm = layernorm_all, .softmax = softmax_all, .sigmoid = sigmoid_all,                     \
+#define CLB_NUMERICS_ENTRIES                                                                       \
+    .quantize = quantize_all, .dequantize_row = dequantize_row_all, .dot = dot_lanes,              \
+    .axpy = axpy_all, .scale = scale_all, .add = add_all, .rmsnorm = rmsnorm_all,                  \
+    .layernorm = layernorm_all, .softmax = softmax_all, .sigmoid = sigmoid_all,                    \
     .swiglu = swiglu_all, .rope = rope_all, .index_scores = index_scores_all
 
 #endif

@@ -1,0 +1,291 @@
+/* y = W x in tiles of a few outputs times a few rows, written once over the lanes of an instruction
+   set. A kernels_*.c includes this after its lanes and packed blocks; the shape of a tile moves
+   work between registers, never the order in which one output adds up. */
+#ifndef CLB_TILES_H
+#define CLB_TILES_H
+#include "numerics.h"
+
+#define CLB_INLINE static inline __attribute__((always_inline))
+#define CLB_APART static __attribute__((noinline)) /* once a run: not worth a copy in each tile */
+#define CLB_UNROLL _Pragma("GCC unroll 16")
+
+enum {
+    SIDE = 4,   /* outputs and rows that share a pass over the weights */
+    CHUNK = 16, /* blocks whose scales are made ready at once */
+    CHUNK_GROUPS = CHUNK * CLB_LANES + CLB_LANES, /* groups of 4 inputs, and one load past them */
+    PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
+};
+
+typedef struct tile { /* outputs from o on, rows from r on */
+    const clb_matrix *w;
+    const clb_acts *x;
+    int64_t o, r;
+    float *y;
+    int64_t y_stride;
+} tile;
+
+/* ---- scales -------------------------------------------------------------------------------- */
+
+typedef struct run { /* up to CHUNK blocks: where their bytes begin, and their scales */
+    const uint8_t *bytes[SIDE]; /* [output] */
+    const int8_t *q[SIDE];      /* [row] */
+    const int32_t *start[SIDE];
+    const float *scale[SIDE];
+    float block[SIDE][SIDE][CHUNK];  /* [output][row]: weight scale times activation scale */
+    float group[SIDE][CHUNK_GROUPS]; /* [output]: scales of the groups the run meets */
+    int32_t base[CHUNK];             /* spread scales: the block's first group in group[] */
+    int32_t lane[CHUNK][CLB_LANES];  /* and the lane's group, counted from base */
+    uint8_t tail[SIDE][CLB_BLOCK];   /* [output]: a last block with bytes missing, then zeros */
+} run;
+
+/* Scales [first, first + n) of a row; past the row's end, its last one. */
+CLB_APART void load_scales(const clb_matrix *w, int64_t row, int64_t first, int64_t n, float *out) {
+    int64_t have = w->row_scales - first < n ? w->row_scales - first : n, i = 0;
+    int64_t at = row * w->row_scales + first;
+    if (w->scale_format == CLB_F16) {
+        for (; i + CLB_LANES <= have; i += CLB_LANES)
+            lanes_store(out + i, lanes_load_f16(w->scales + 2 * (at + i)));
+        for (; i < have; i++)
+            out[i] = clb_f16_float(clb_load_u16(w->scales + 2 * (at + i)));
+    } else {
+        memcpy(out, w->scales + 4 * at, (size_t)have * sizeof *out);
+        i = have;
+    }
+    for (; i < n; i++)
+        out[i] = out[have - 1];
+}
+
+/* One scale a block: its product with each row's activation scale, in float. */
+static void block_scales(const tile *t, int64_t b, int64_t n, int outputs, int rows, run *at) {
+    int64_t per = t->w->group / CLB_BLOCK; /* blocks of one group; 0: the whole row */
+    int64_t first = per ? b / per : 0, groups = per ? (b + n - 1) / per - first + 1 : 1;
+    int32_t of[CHUNK] = {0};
+    for (int64_t k = 0; k < n && per > 1; k++)
+        of[k] = (int32_t)((b + k) / per - first);
+    for (int i = 0; i < outputs; i++) {
+        const float *group = at->group[i];
+        load_scales(t->w, t->o + i, first, groups, at->group[i]);
+        for (int j = 0; j < rows; j++)
+            for (int64_t k = 0; k < n; k++)
+                at->block[i][j][k] = group[per == 1 ? k : of[k]] * at->scale[j][k];
+    }
+}
+
+/* Groups that end inside a block: which one each lane of each block belongs to. */
+static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run *at) {
+    int64_t group = t->w->group, first = b * CLB_BLOCK / group, phase = b * CLB_BLOCK % group;
+    int64_t groups = ((b + n) * CLB_BLOCK - 1) / group - first + 1;
+    int32_t base = 0, size = (int32_t)(group < CLB_BLOCK ? group : CLB_BLOCK);
+    int32_t reciprocal = (65535 + size) / size; /* exact for the quotients of 0..63 */
+    for (int64_t k = 0; k < n; k++) {
+        int32_t border = (int32_t)(group - phase < CLB_BLOCK ? group - phase : CLB_BLOCK);
+        for (int l = 0; l < CLB_LANES; l++) {
+            int32_t past = (int32_t)clb_lane_input(t->w->format, l) - border;
+            at->lane[k][l] = past < 0 ? 0 : 1 + (past * reciprocal >> 16);
+        }
+        at->base[k] = base;
+        for (phase += CLB_BLOCK; phase >= group; phase -= group)
+            base++;
+    }
+    for (int i = 0; i < outputs; i++)
+        load_scales(t->w, t->o + i, first, groups + CLB_LANES, at->group[i]);
+}
+
+/* Makes the run at block b ready and returns its length. */
+CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, int rows, run *at) {
+    const int64_t size = clb_block_bytes(t->w->format), row_bytes = t->w->row_bytes;
+    const int64_t whole = row_bytes / size; /* blocks whose every byte is there */
+    int64_t end = b < whole ? whole : t->x->blocks, n = end - b < CHUNK ? end - b : CHUNK;
+    for (int i = 0; i < outputs; i++) {
+        at->bytes[i] = t->w->data + (t->o + i) * row_bytes + b * size;
+        if (b == whole) {
+            memset(at->tail[i], 0, CLB_BLOCK);
+            memcpy(at->tail[i], at->bytes[i], (size_t)(row_bytes - b * size));
+            at->bytes[i] = at->tail[i];
+        }
+    }
+    for (int j = 0; j < rows; j++) {
+        int64_t block = (t->r + j) * t->x->blocks + b;
+        at->q[j] = t->x->q + block * CLB_BLOCK;
+        at->start[j] = t->x->start + block * CLB_LANES;
+        at->scale[j] = t->x->scale + block;
+    }
+    if (t->w->group % CLB_BLOCK)
+        spread_scales(t, b, n, outputs, at);
+    else
+        block_scales(t, b, n, outputs, rows, at);
+    return n;
+}
+
+/* ---- quantised weights --------------------------------------------------------------------- */
+
+CLB_INLINE packed load_block(int32_t format, const uint8_t *p) {
+    if (format == CLB_INT4)
+        return packed_int4(p);
+    if (format == CLB_INT8)
+        return packed_int8(p);
+    int8_t values[CLB_BLOCK];
+    if (format == CLB_INT3)
+        clb_unpack_int3(p, values);
+    else
+        clb_unpack_int2(p, values);
+    return packed_int8((const uint8_t *)values);
+}
+
+/* Block k of a run: outputs x rows times sixteen exact integers, scaled into acc. */
+CLB_INLINE void block_step(const run *at, int64_t k, int32_t format, int spread, int outputs,
+                           int rows, lanes *acc) {
+    packed w[SIDE];
+    CLB_UNROLL
+    for (int i = 0; i < outputs; i++) {
+        const uint8_t *p = at->bytes[i] + k * clb_block_bytes(format);
+        __builtin_prefetch((const void *)((uintptr_t)p + PREFETCH));
+        w[i] = load_block(format, p);
+    }
+    CLB_UNROLL
+    for (int j = 0; j < rows; j++) {
+        const int8_t *q = at->q[j] + k * CLB_BLOCK;
+        const int32_t *start = at->start[j] + k * CLB_LANES;
+        CLB_UNROLL
+        for (int i = 0; i < outputs; i++) {
+            lanes d = packed_dot(w[i], q, start, format == CLB_INT4), scale;
+            if (spread)
+                scale = lanes_mul(lanes_pick(at->group[i] + at->base[k], at->lane[k]),
+                                  lanes_splat(at->scale[j] + k));
+            else
+                scale = lanes_splat(&at->block[i][j][k]);
+            acc[i * rows + j] = lanes_fma(d, scale, acc[i * rows + j]);
+        }
+    }
+}
+
+CLB_INLINE void quantised_tile(const tile *t, int32_t format, int spread, int outputs, int rows) {
+    lanes acc[SIDE * SIDE];
+    run at;
+    CLB_UNROLL
+    for (int n = 0; n < outputs * rows; n++)
+        acc[n] = lanes_zero();
+    for (int64_t b = 0, n; b < t->x->blocks; b += n) {
+        n = begin_run(t, b, outputs, rows, &at);
+        for (int64_t k = 0; k < n; k++)
+            block_step(&at, k, format, spread, outputs, rows, acc);
+    }
+    CLB_UNROLL
+    for (int i = 0; i < outputs; i++)
+        for (int j = 0; j < rows; j++)
+            t->y[(t->r + j) * t->y_stride + t->o + i] = lanes_fold(acc[i * rows + j]);
+}
+
+/* ---- float weights ------------------------------------------------------------------------- */
+
+CLB_INLINE lanes load_weights(int format, const uint8_t *p) {
+    if (format == CLB_F32)
+        return lanes_load_f32(p);
+    return format == CLB_BF16 ? lanes_load_bf16(p) : lanes_load_f16(p);
+}
+
+CLB_INLINE void float_tile(const tile *t, int format, int outputs, int rows) {
+    const int64_t size = format == CLB_F32 ? 4 : 2, cols = t->w->cols;
+    const uint8_t *data = t->w->data + t->o * t->w->row_bytes;
+    const float *x = t->x->x + t->r * t->x->x_stride;
+    lanes acc[SIDE * SIDE];
+    int64_t c = 0;
+    CLB_UNROLL
+    for (int n = 0; n < outputs * rows; n++)
+        acc[n] = lanes_zero();
+    for (; c + CLB_LANES <= cols; c += CLB_LANES) {
+        CLB_UNROLL
+        for (int i = 0; i < outputs; i++) {
+            lanes w = load_weights(format, data + i * t->w->row_bytes + c * size);
+            CLB_UNROLL
+            for (int j = 0; j < rows; j++)
+                acc[i * rows + j] = lanes_fma(w, lanes_load(x + j * t->x->x_stride + c),
+                                              acc[i * rows + j]);
+        }
+    }
+    for (int i = 0; i < outputs; i++) {
+        float tail[CLB_LANES];
+        for (int64_t l = 0; l < cols - c; l++)
+            tail[l] = clb_float_at(format, data + i * t->w->row_bytes, c + l);
+        for (int j = 0; j < rows; j++) {
+            lanes a = acc[i * rows + j];
+            if (c < cols)
+                a = lanes_fma_tail(tail, x + j * t->x->x_stride + c, cols - c, a);
+            t->y[(t->r + j) * t->y_stride + t->o + i] = lanes_fold(a);
+        }
+    }
+}
+
+/* ---- walking the outputs and rows ----------------------------------------------------------- */
+
+CLB_INLINE void any_tile(const tile *t, int32_t format, int spread, int outputs, int rows) {
+    if (format <= CLB_F16)
+        float_tile(t, format, outputs, rows);
+    else
+        quantised_tile(t, format, spread, outputs, rows);
+}
+
+/* Four outputs or fewer, in tiles of `wide` outputs and then of one. */
+CLB_INLINE void tile_row(tile t, int64_t outputs, int32_t format, int spread, int wide, int rows) {
+    for (; outputs >= wide; outputs -= wide, t.o += wide)
+        any_tile(&t, format, spread, wide, rows);
+    for (; wide > 1 && outputs > 0; outputs--, t.o++)
+        any_tile(&t, format, spread, 1, rows);
+}
+
+/* Rows are cut into panels that stay in the cache while every output passes over them. `wide`:
+   the outputs of a tile at 1, 2, 3 and 4 rows. */
+CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format, int spread,
+                             const int *wide) {
+    int64_t row_size = t.x->blocks * (CLB_BLOCK + CLB_LANES * 4), rows = t.x->rows;
+    int64_t panel = PANEL_BYTES / row_size / SIDE * SIDE;
+    panel = panel < SIDE ? SIDE : panel;
+    for (int64_t r = 0; r < rows; r += panel) {
+        int64_t end = r + panel < rows ? r + panel : rows;
+        for (t.o = first; t.o < last; t.o += SIDE) {
+            int64_t outputs = last - t.o < SIDE ? last - t.o : SIDE;
+            for (t.r = r; t.r < end; t.r += SIDE) {
+                switch (end - t.r) {
+                case 1: tile_row(t, outputs, format, spread, wide[0], 1); break;
+                case 2: tile_row(t, outputs, format, spread, wide[1], 2); break;
+                case 3: tile_row(t, outputs, format, spread, wide[2], 3); break;
+                default: tile_row(t, outputs, format, spread, wide[3], 4);
+                }
+            }
+        }
+    }
+}
+
+#define CLB_LINEAR(name, format, spread, ...)                                                      \
+    static void name(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,          \
+                     float *y, int64_t y_stride) {                                                 \
+        static const int wide[4] = {__VA_ARGS__};                                                  \
+        linear_tiles((tile){w, x, 0, 0, y, y_stride}, first, last, format, spread, wide);          \
+    }
+
+CLB_LINEAR(linear_f32, CLB_F32, 0, TILE_WIDE)
+CLB_LINEAR(linear_bf16, CLB_BF16, 0, TILE_WIDE)
+CLB_LINEAR(linear_f16, CLB_F16, 0, TILE_WIDE)
+CLB_LINEAR(int8_block, CLB_INT8, 0, TILE_WIDE)
+CLB_LINEAR(int8_spread, CLB_INT8, 1, 1, 1, 1, 1)
+CLB_LINEAR(int4_block, CLB_INT4, 0, TILE_WIDE)
+CLB_LINEAR(int4_spread, CLB_INT4, 1, 1, 1, 1, 1)
+CLB_LINEAR(linear_int3, CLB_INT3, 0, 1, 1, 1, 1)
+CLB_LINEAR(linear_int2, CLB_INT2, 0, 1, 1, 1, 1)
+
+/* A group of whole blocks (or a whole row) has one scale a block; others have one a lane. */
+static void linear_int8(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
+                        float *y, int64_t y_stride) {
+    (w->group % CLB_BLOCK ? int8_spread : int8_block)(w, x, first, last, y, y_stride);
+}
+
+static void linear_int4(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
+                        float *y, int64_t y_stride) {
+    (w->group % CLB_BLOCK ? int4_spread : int4_block)(w, x, first, last, y, y_stride);
+}
+
+#define CLB_LINEAR_ENTRIES                                                                         \
+    .linear = {linear_f32, linear_bf16, linear_f16, linear_int8, linear_int4, linear_int3,         \
+               linear_int2}
+
+#endif

@@ -1,0 +1,224 @@
+/* The AVX-512 intrinsics of csrc/kernels_avx512.c in plain C, so that its source is tested on
+   machines without AVX-512: cc -include this file, then compare with the scalar table. */
+#ifndef EMULATE_AVX512_H
+#define EMULATE_AVX512_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CLB_EMULATED_AVX512
+
+typedef struct { float f[4]; } __m128;
+typedef struct { float f[8]; } __m256;
+typedef struct { float f[16]; } __m512;
+typedef struct { uint8_t b[32]; } __m256i;
+typedef struct { uint8_t b[64]; } __m512i;
+
+#define EACH(n) for (int i = 0; i < (n); i++)
+
+static inline __m512 _mm512_setzero_ps(void) {
+    return (__m512){{0}};
+}
+
+static inline __m512 _mm512_set1_ps(float x) {
+    __m512 r;
+    EACH(16) r.f[i] = x;
+    return r;
+}
+
+static inline __m512 _mm512_loadu_ps(const void *p) {
+    __m512 r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+static inline void _mm512_storeu_ps(void *p, __m512 a) {
+    memcpy(p, &a, sizeof a);
+}
+
+static inline __m512i _mm512_loadu_si512(const void *p) {
+    __m512i r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+static inline __m256i _mm256_loadu_si256(const __m256i *p) {
+    __m256i r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+static inline __m512 _mm512_castsi512_ps(__m512i a) {
+    __m512 r;
+    memcpy(&r, &a, sizeof r);
+    return r;
+}
+
+static inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
+    EACH(16) a.f[i] = a.f[i] + b.f[i];
+    return a;
+}
+
+static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
+    EACH(16) a.f[i] = a.f[i] * b.f[i];
+    return a;
+}
+
+static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+    EACH(16) c.f[i] = fmaf(a.f[i], b.f[i], c.f[i]);
+    return c;
+}
+
+static inline __m256 _mm512_castps512_ps256(__m512 a) {
+    __m256 r;
+    memcpy(&r, a.f, sizeof r);
+    return r;
+}
+
+static inline __m256 _mm512_extractf32x8_ps(__m512 a, int half) {
+    __m256 r;
+    memcpy(&r, a.f + 8 * half, sizeof r);
+    return r;
+}
+
+static inline __m256 _mm256_add_ps(__m256 a, __m256 b) {
+    EACH(8) a.f[i] = a.f[i] + b.f[i];
+    return a;
+}
+
+static inline __m128 _mm256_castps256_ps128(__m256 a) {
+    __m128 r;
+    memcpy(&r, a.f, sizeof r);
+    return r;
+}
+
+static inline __m128 _mm256_extractf128_ps(__m256 a, int half) {
+    __m128 r;
+    memcpy(&r, a.f + 4 * half, sizeof r);
+    return r;
+}
+
+static inline __m128 _mm_add_ps(__m128 a, __m128 b) {
+    EACH(4) a.f[i] = a.f[i] + b.f[i];
+    return a;
+}
+
+static inline __m128 _mm_add_ss(__m128 a, __m128 b) {
+    a.f[0] = a.f[0] + b.f[0];
+    return a;
+}
+
+static inline __m128 _mm_movehl_ps(__m128 a, __m128 b) {
+    return (__m128){{b.f[2], b.f[3], a.f[2], a.f[3]}};
+}
+
+static inline __m128 _mm_movehdup_ps(__m128 a) {
+    return (__m128){{a.f[1], a.f[1], a.f[3], a.f[3]}};
+}
+
+static inline float _mm_cvtss_f32(__m128 a) {
+    return a.f[0];
+}
+
+static inline int32_t emulated_int32(__m512i a, int i) {
+    int32_t r;
+    memcpy(&r, a.b + 4 * i, sizeof r);
+    return r;
+}
+
+static inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 a) {
+    __m512 r;
+    EACH(16) r.f[i] = a.f[emulated_int32(index, i) & 15];
+    return r;
+}
+
+static inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
+    __m512i r;
+    memset(&r, 0, sizeof r);
+    EACH(16) memcpy(r.b + 4 * i, a.b + 2 * i, 2);
+    return r;
+}
+
+static inline __m512i _mm512_slli_epi32(__m512i a, unsigned n) {
+    EACH(16) {
+        uint32_t v;
+        memcpy(&v, a.b + 4 * i, 4);
+        v <<= n;
+        memcpy(a.b + 4 * i, &v, 4);
+    }
+    return a;
+}
+
+/* By the value of the bits, independently of csrc/decode.h. */
+static inline float emulated_half(unsigned h) {
+    int exponent = h >> 10 & 31, fraction = h & 1023;
+    float r = exponent == 31 ? (fraction ? NAN : INFINITY)
+              : exponent     ? ldexpf((float)(1024 + fraction), exponent - 25)
+                             : ldexpf((float)fraction, -24);
+    return h & 0x8000 ? -r : r;
+}
+
+static inline __m512 _mm512_cvtph_ps(__m256i a) {
+    __m512 r;
+    EACH(16) r.f[i] = emulated_half((unsigned)(a.b[2 * i] | a.b[2 * i + 1] << 8));
+    return r;
+}
+
+static inline __m512i _mm512_set_epi64(long long h, long long g, long long f, long long e,
+                                       long long d, long long c, long long b, long long a) {
+    long long v[8] = {a, b, c, d, e, f, g, h};
+    return _mm512_loadu_si512(v);
+}
+
+static inline __m512i _mm512_set1_epi8(char x) {
+    __m512i r;
+    memset(&r, x, sizeof r);
+    return r;
+}
+
+static inline __m512i _mm512_broadcast_i64x4(__m256i a) {
+    __m512i r;
+    memcpy(r.b, a.b, 32);
+    memcpy(r.b + 32, a.b, 32);
+    return r;
+}
+
+static inline __m512i _mm512_srlv_epi64(__m512i a, __m512i n) {
+    EACH(8) {
+        uint64_t v, by;
+        memcpy(&v, a.b + 8 * i, 8);
+        memcpy(&by, n.b + 8 * i, 8);
+        v = by < 64 ? v >> by : 0;
+        memcpy(a.b + 8 * i, &v, 8);
+    }
+    return a;
+}
+
+static inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
+    EACH(64) a.b[i] &= b.b[i];
+    return a;
+}
+
+static inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
+    EACH(64) a.b[i] ^= b.b[i];
+    return a;
+}
+
+static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i u, __m512i s) {
+    EACH(16) {
+        int32_t v = emulated_int32(sum, i);
+        for (int k = 4 * i; k < 4 * i + 4; k++)
+            v += (int32_t)u.b[k] * (int8_t)s.b[k];
+        memcpy(sum.b + 4 * i, &v, 4);
+    }
+    return sum;
+}
+
+static inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+    __m512 r;
+    EACH(16) r.f[i] = (float)emulated_int32(a, i);
+    return r;
+}
+
+#undef EACH
+#endif
