@@ -4,6 +4,8 @@ bit of a quantised or float container's results."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from reference import BLOCK, Float64, Matrix, Quantised, quantise_rows
 
@@ -14,18 +16,23 @@ f32 = np.float32
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c with one rounding. The product is exact in float64; only a sum that lands,
     rounded, halfway between two floats could be rounded wrongly after that, and is nudged."""
+    shape = np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c))
     product = np.multiply(a, b, dtype=np.float64)
     with np.errstate(invalid="ignore"):  # inf - inf is NaN here as it is there
         total = np.atleast_1d(product + c)
-    halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    if halfway.any():
-        c = np.broadcast_to(np.float64(c), total.shape)
-        product = np.broadcast_to(product, total.shape)
-        part = total - product
-        lost = (product - (total - part)) + (c - part)
-        nudged = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
-        total = np.where(halfway & (lost != 0), nudged, total)
-    return total.astype(f32).reshape(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)))
+    halfway = np.nonzero((total.view(np.int64) & 0x1FFFFFFF) == 0x10000000)
+    if len(halfway[0]):
+        total[halfway] = nudge(total, product, c, halfway)
+    return total.astype(f32).reshape(shape)
+
+
+def nudge(total: np.ndarray, product: np.ndarray, c: np.ndarray, at: tuple) -> np.ndarray:
+    """The sums at some places, moved off halfway by the sign of what float64 lost of them."""
+    product, c = (np.broadcast_to(np.float64(v), total.shape)[at] for v in (product, c))
+    part = total[at] - product
+    lost = (product - (total[at] - part)) + (c - part)
+    moved = np.nextafter(total[at], np.where(lost > 0, np.inf, -np.inf))
+    return np.where(lost != 0, moved, total[at])
 
 
 def fold(acc: np.ndarray) -> np.ndarray:
@@ -72,6 +79,18 @@ def exp(x: np.ndarray) -> np.ndarray:
     return np.where(x < f32(hexes("-0x1.5d58ap+6")), f32(0), y)
 
 
+@cache
+def by_lane(w: Quantised) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs of a block by lane [16, 4], codes [O, B, 16, 4] and scales [O, B, 16]."""
+    lanes = np.arange(BLOCK).reshape(-1, 4)
+    if w.even_odd:
+        lanes = np.arange(BLOCK).reshape(-1, 2).T.reshape(-1, 4)
+    beyond = ((0, 0), (0, -w.codes.shape[1] % BLOCK))
+    codes = np.pad(w.codes, beyond).astype(np.int32).reshape(len(w.codes), -1, BLOCK)
+    scales = np.pad(w.wide(), beyond, mode="edge").reshape(codes.shape)
+    return lanes, codes[:, :, lanes], scales[:, :, lanes[:, 0]]
+
+
 class Lanes(Float64):
     """The operations of `reference.Float64` as the engine rounds them."""
 
@@ -84,21 +103,11 @@ class Lanes(Float64):
 
     def quantised(self, x: np.ndarray, w: Quantised) -> np.ndarray:
         """Per block and lane an exact integer sum of four products, then one fma."""
-        codes, scale = quantise_rows(x)
-        blocks, (rows, cols) = codes.shape[1], w.codes.shape
-        lanes = np.arange(BLOCK).reshape(-1, 4)  # the four inputs of every lane
-        if w.even_odd:
-            lanes = np.arange(BLOCK).reshape(-1, 2).T.reshape(-1, 4)
-        weights = np.zeros((rows, blocks * BLOCK), np.int64)
-        weights[:, :cols] = w.codes
-        weights = weights.reshape(rows, blocks, BLOCK)[:, :, lanes]
-        wide = np.pad(w.wide(), ((0, 0), (0, blocks * BLOCK - cols)), mode="edge")
-        wide = wide.reshape(rows, blocks, BLOCK)[:, :, lanes[:, 0]]
-        acc = np.zeros((len(x), rows, LANES), f32)
-        for b in range(blocks):
-            products = codes[:, None, b][:, :, lanes].astype(np.int64) * weights[None, :, b]
-            both = wide[None, :, b] * scale[:, b, None, None]
-            acc = fma(products.sum(-1).astype(f32), both, acc)
+        (codes, scale), (lanes, weights, wide) = quantise_rows(x), by_lane(w)
+        acc = np.zeros((len(x), len(weights), LANES), f32)
+        for b in range(codes.shape[1]):
+            products = codes[:, None, b][:, :, lanes].astype(np.int32) * weights[None, :, b]
+            acc = fma(products.sum(-1).astype(f32), wide[:, b] * scale[:, b, None, None], acc)
         return fold(acc)
 
     def rms_norm(self, x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:

@@ -27,7 +27,7 @@ BLOCK = 64  # inputs that share one activation scale
 TINIEST = np.float32(2.0**-100)  # a block no larger than this is quantised to zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantised:
     """A matrix [O, I] as integer codes [O, I] and scales [O, ceil(I / group)]."""
 
@@ -122,9 +122,10 @@ class Float64:
 def read_config(directory: Path) -> SimpleNamespace:
     """config.json as attributes, with the fields a checkpoint may leave out filled in."""
     c = SimpleNamespace(**json.loads((Path(directory) / "config.json").read_text()))
-    layers = c.num_hidden_layers
+    layers, dense = c.num_hidden_layers, c.first_k_dense_replace
     c.full = [t == "full" for t in getattr(c, "indexer_types", None) or ["full"] * layers] + [True]
-    c.sparse = [i >= c.first_k_dense_replace for i in range(layers)] + [True]
+    kinds = getattr(c, "mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
+    c.sparse = [kind == "sparse" for kind in kinds] + [True]
     c.share = getattr(c, "index_share_for_mtp_iteration", False)
     half = np.arange(0, c.qk_rope_head_dim, 2) / c.qk_rope_head_dim
     c.inv_freq = np.float32(1) / np.float32(c.rope_parameters["rope_theta"] ** half)

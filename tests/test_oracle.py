@@ -10,6 +10,9 @@ import oracle
 import pytest
 
 from colibri.container import Container
+from colibri.convert import convert_directory
+from colibri.formats import Format
+from colibri.layout import Formats
 from colibri.model import Model
 from colibri.session import Session
 
@@ -139,6 +142,17 @@ def test_fewer_logits(open_session, want):
         assert_rows(logits, fixture.logits[19:20])
     assert oracle.worst(session.hidden[:20], fixture.hidden[:20]) < NEAR
     assert_rows(run(session, fixture.ids[20:21]), fixture.logits[20:21])
+
+
+@pytest.mark.parametrize("case", oracle.CASES)
+def test_written_container(case, tmp_path):
+    """colibri's own layout in float32 holds the same model: equal bytes of logits."""
+    source, form = oracle.load(case).checkpoint(tmp_path / "source"), Format.parse("f32")
+    convert_directory(source, tmp_path / "written", Formats(form, form, form, form))
+    ids = oracle.load(case).ids[:20]
+    models = [Model.open(Container.open(tmp_path / name)) for name in ("source", "written")]
+    one, other = (run(Session(model, 32, 32), ids).tobytes() for model in models)
+    assert one == other
 
 
 # ---- MTP layer ----------------------------------------------------------------------------------
