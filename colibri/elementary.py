@@ -3,13 +3,13 @@
 NumPy takes its exp and log from libm or from SIMD code of its own, whose last bits differ between
 builds, and one last bit can change a sampled token. These use only additions, multiplications,
 divisions and integer steps on float64, each one rounded as IEEE 754 says because each is a NumPy
-operation of its own; tables and constants come from `decimal`, exact arithmetic in every Python.
-Relative errors: exp below 1e-14 on -50..50, log below 1e-13.
+operation of its own (or a plain Python float); tables and constants come from `decimal`, exact
+arithmetic in every Python. Relative errors: exp below 1e-14 on -50..50, log below 1e-13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -36,30 +36,19 @@ def _constants() -> tuple[Floats, float, float, float]:
 
 _TABLE, _PER_STEP, _STEP, _LN2 = _constants()
 _LOG_SERIES = [2.0 / (2 * n + 1) for n in range(_LOG_TERMS, 0, -1)]
-_SQRT_HALF_BITS = np.int64(0x3FE6A09E667F3BCD)
-_ONE_BITS = np.int64(0x3FF0000000000000)
-_MANTISSA = np.int64((1 << 52) - 1)
+_SQRT_HALF = 0.7071067811865476
 _LOW = np.int64(_STEPS - 1)
 _HIGH = ~_LOW
 
 
-def _in_chunks(function: Callable[[Floats], Floats], x: Floats) -> Floats:
-    if x.size <= _CHUNK:
-        return function(x)
-    out = np.empty_like(x)
-    for at in range(0, x.size, _CHUNK):
-        out[at : at + _CHUNK] = function(x[at : at + _CHUNK])
-    return out
-
-
 def exp(x: Floats) -> Floats:
     """e^x for an array of float64 in -700..700, element by element."""
-    return _in_chunks(_exp, x)
-
-
-def log(x: Floats) -> Floats:
-    """ln x for an array of positive, normal float64, element by element."""
-    return _in_chunks(_log, x)
+    if x.size <= _CHUNK:
+        return _exp(x)
+    out = np.empty_like(x)
+    for at in range(0, x.size, _CHUNK):
+        out[at : at + _CHUNK] = _exp(x[at : at + _CHUNK])
+    return out
 
 
 def _exp(x: Floats) -> Floats:
@@ -83,25 +72,17 @@ def _exp(x: Floats) -> Floats:
     return p
 
 
-def _log(x: Floats) -> Floats:
-    bits = x.view(np.int64) + (_ONE_BITS - _SQRT_HALF_BITS)
-    exponent = bits >> 52
-    exponent -= 1023
-    bits &= _MANTISSA
-    bits += _SQRT_HALF_BITS
-    m = bits.view(np.float64)  # x = m * 2^exponent, m from sqrt(1/2) to sqrt(2)
-    s = m - 1.0
-    m += 1.0
-    s /= m  # ln m = 2 (s + s^3/3 + s^5/5 + ...)
+def log(x: float) -> float:
+    """ln x for one positive float."""
+    m, exponent = math.frexp(x)  # exact: x = m * 2^exponent, m from 1/2 to 1
+    if m < _SQRT_HALF:
+        m, exponent = 2.0 * m, exponent - 1
+    s = (m - 1.0) / (m + 1.0)  # ln m = 2 (s + s^3/3 + s^5/5 + ...), |s| < 0.172
     square = s * s
-    series = square * _LOG_SERIES[0]
-    for coefficient in _LOG_SERIES[1:]:
-        series += coefficient
-        series *= square
-    series += 2.0
-    series *= s
-    series += exponent * _LN2
-    return series
+    series = 0.0
+    for coefficient in _LOG_SERIES:
+        series = (series + coefficient) * square
+    return (series + 2.0) * s + exponent * _LN2
 
 
 def fold_sum(x: Floats) -> float:

@@ -174,9 +174,14 @@ class Sampler:
         # 1 - u <= -ln u <= (1 - u)/u: whoever's least exceeds another's most needs no logarithm.
         least = (1.0 - u) / weights
         most = (least / u).min()
-        at = np.flatnonzero(least <= most * (1 + 1e-9))
-        waits = -elementary.log(u[at]) / weights[at]
-        return int(ids[at[waits.argmin()]])
+        hopeful = np.flatnonzero(least <= most * (1 + 1e-9))
+        shortest, winner = math.inf, 0
+        rivals = zip(hopeful.tolist(), u[hopeful].tolist(), weights[hopeful].tolist(), strict=True)
+        for at, uniform, weight in rivals:
+            wait = -elementary.log(uniform) / weight
+            if wait < shortest:
+                shortest, winner = wait, at
+        return int(ids[winner])
 
     def accept(self, probability: float, position: int) -> bool:
         """Whether a draft for `position` stands: true with this probability (1 is always)."""

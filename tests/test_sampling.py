@@ -216,7 +216,8 @@ def test_pick_is_the_race_of_exponentials(logits, position, seed, params):
     some = sampler(len(logits), seed=seed, **params)
     p = some.distribution(logits)
     u = noise.uniforms(seed, position, Purpose.PICK, p.ids)
-    naive = int(p.ids[(-elementary.log(u) / p.weights).argmin()])
+    waits = [-elementary.log(x) / w for x, w in zip(u.tolist(), p.weights.tolist(), strict=True)]
+    naive = int(p.ids[waits.index(min(waits))])
     assert some.pick(logits, position) == some.draw(p, position) == naive
 
 
@@ -236,21 +237,20 @@ def chi_square(counts: dict[int, int], p: Distribution) -> tuple[float, float]:
     "params",
     [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {"temperature": 3.0}],
 )
-@pytest.mark.parametrize("seed", [0, 987654321])
-def test_picks_follow_the_distribution(params, seed):
-    """4,000 picks at as many positions: chi-square against the processed distribution."""
+def test_picks_follow_the_distribution(params):
+    """2,500 picks at as many positions: chi-square against the processed distribution."""
     logits = row(*(np.random.default_rng(9).standard_normal(12) * 1.5))
-    some = sampler(12, seed=seed, **params)
-    picks = [some.pick(logits, n) for n in range(4000)]
+    some = sampler(12, seed=987654321, **params)
+    picks = [some.pick(logits, n) for n in range(2500)]
     counts = {t: picks.count(t) for t in set(picks)}
     statistic, bound = chi_square(counts, some.distribution(logits))
     assert statistic < bound
 
 
 def test_picks_follow_the_distribution_over_seeds():
-    """The same over 4,000 seeds at one position."""
+    """The same over 2,500 seeds at one position."""
     logits = row(0, 1, 2, 0.5)
-    picks = [sampler(4, seed=seed).pick(logits, 17) for seed in range(4000)]
+    picks = [sampler(4, seed=seed).pick(logits, 17) for seed in range(2500)]
     statistic, bound = chi_square(
         {t: picks.count(t) for t in set(picks)}, sampler(4).distribution(logits)
     )
@@ -262,7 +262,7 @@ def test_successive_picks_are_independent():
     logits = row(0, 0.5, 1)
     some = sampler(3, seed=77)
     p = some.distribution(logits)
-    picks = [some.pick(logits, n) for n in range(3000)]
+    picks = [some.pick(logits, n) for n in range(2500)]
     pairs = [3 * a + b for a, b in itertools.pairwise(picks)]
     product = Distribution.of(np.arange(9), np.outer(p.p, p.p).ravel())
     statistic, bound = chi_square({t: pairs.count(t) for t in set(pairs)}, product)
@@ -376,7 +376,7 @@ def test_ban_removes_one_token_and_rescales_the_rest():
     logits = row(3, 1, 0, 1)
     some = sampler(4, seed=11)
     p = some.distribution(logits).without(0)
-    picks = [some.pick(logits, n, ban=0) for n in range(3000)]
+    picks = [some.pick(logits, n, ban=0) for n in range(2500)]
     statistic, bound = chi_square({t: picks.count(t) for t in set(picks)}, p)
     assert statistic < bound
     with pytest.raises(SamplingError, match="only one possible"):
