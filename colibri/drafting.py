@@ -101,7 +101,7 @@ class MtpDrafter:
         self._following.extend(tokens)
 
     def draft(self, limit: int, rule: Verification, depth: DepthPolicy, ledger: Ledger) -> Drafts:
-        """Step 0 absorbs the backlog and drafts from its last row; the others feed on themselves."""
+        """Step 0 absorbs the backlog and drafts from its last row; later ones feed on themselves."""
         drafts = Drafts()
         if not self._ready:
             return drafts
@@ -174,7 +174,9 @@ class NgramDrafter:
         period = len(self._tokens) - 1 - place
         confidence = agreed / (agreed + 1.0)
         for step in range(limit):
-            if not (depth.keep(step, confidence) and (not step or depth.deeper(step))):
+            if step and not depth.deeper(step):
+                break
+            if not depth.keep(step, confidence):
                 break
             source = self._tokens if step < period else drafts.ids
             at = place + 1 + step if step < period else step - period

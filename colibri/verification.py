@@ -35,7 +35,7 @@ class Verification(Protocol):
     """One rule: how a drafter turns its logits into a draft, and how the draft is judged."""
 
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
-        """The draft for `position`, `step` drafts after the pending token; None: no logit is finite.
+        """The draft for `position`, `step` drafts after the pending token; None: no finite logit.
 
         The confidence may depend on the logits, never on a random draw: the depth policy may drop
         the draft because of it, and dropping by what was drawn would bias the text.
@@ -94,7 +94,7 @@ class Rejection:
         return token, 1.0 / elementary.fold_sum(weights), None
 
     def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
-        """Leviathan et al. (2211.17192) for a point mass: accept with p(draft), else p without it."""
+        """Accept with p(draft), else draw from p without it (2211.17192 for a point mass)."""
         p = self.sampler.distribution(logits)
         if self.sampler.accept(p.prob(draft), position):
             return draft
@@ -102,7 +102,7 @@ class Rejection:
 
 
 class Probabilistic:
-    """Drafts are drawn from the drafter's own q, shaped by the same temperature and cut-offs as p."""
+    """Drafts are drawn from the drafter's own q, shaped by the same temperature and cuts as p."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler

@@ -1,0 +1,146 @@
+"""What the parts of a speculative step cost: assumed, or measured as the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY, Lap
+
+
+class Costs(Protocol):
+    """Seconds, or any unit proportional to them: only ratios decide."""
+
+    measured: bool
+    absorb: float  # the first draft of a step
+    draft: float  # each further one
+
+    def begin(self) -> None:
+        """The controller starts afresh."""
+
+    def passes(self, rows: int) -> list[float]:
+        """Cost of a main-model pass with 1, 2, .. `rows` rows; never falling."""
+
+    def record(self, laps: Sequence[Lap]) -> None:
+        """The parts of one step, in order."""
+
+
+class FixedCosts:
+    """Relative costs that no clock can change."""
+
+    measured = False
+
+    def __init__(self, row: float = 0.35, absorb: float = 0.15, draft: float = 0.15) -> None:
+        self.row, self.absorb, self.draft = row, absorb, draft
+
+    def begin(self) -> None:
+        """Nothing to forget."""
+
+    def passes(self, rows: int) -> list[float]:
+        """One plus `row` for each further row."""
+        return [1.0 + self.row * i for i in range(rows)]
+
+    def record(self, laps: Sequence[Lap]) -> None:
+        """Nothing to learn."""
+
+
+class Mean:
+    """A mean that forgets: after `memory` values the oldest count for little."""
+
+    def __init__(self, memory: float) -> None:
+        self.keep = 1.0 - 1.0 / memory
+        self.total = self.weight = 0.0
+
+    def add(self, value: float) -> None:
+        """One more value; a wild one (the machine slept) counts as thrice the mean."""
+        if self.weight > 2.0:
+            value = min(value, 3.0 * self.total / self.weight)
+        self.total = self.total * self.keep + value
+        self.weight = self.weight * self.keep + 1.0
+
+    def age(self) -> None:
+        """Time passed without a value: it is trusted less."""
+        self.total *= self.keep
+        self.weight *= self.keep
+
+    def value(self, otherwise: float) -> float:
+        """The mean, or `otherwise` before the first value."""
+        return self.total / self.weight if self.weight > 0.0 else otherwise
+
+
+class MeasuredCosts:
+    """Seconds from the ledger's stopwatch; waits for expert reads are part of them.
+
+    Depths that were not tried lately are read off a line through those that were.
+    """
+
+    measured = True
+    ROW = 0.35  # slope of the line before two depths were seen, in single-row passes
+    MEMORY = 32.0  # passes
+    BLEND = 2.0  # passes that the line is worth against a depth's own mean
+
+    def __init__(self) -> None:
+        self._pass: list[Mean] = []
+        self._absorb, self._draft = Mean(self.MEMORY), Mean(self.MEMORY)
+
+    def begin(self) -> None:
+        """What was measured stays true."""
+
+    @property
+    def absorb(self) -> float:
+        """Seconds to absorb the last rows and make the first draft of them."""
+        return self._absorb.value(0.0)
+
+    @property
+    def draft(self) -> float:
+        """Seconds of each further draft."""
+        return self._draft.value(self.absorb)
+
+    def record(self, laps: Sequence[Lap]) -> None:
+        """A step's first draft is its last absorb before the pass: older ones are keys only."""
+        absorbed = None
+        for name, rows, seconds in laps:
+            if name == ABSORB:
+                absorbed = seconds
+            elif name == DRAFT:
+                self._draft.add(seconds)
+            elif name in (VERIFY, PLAIN):
+                self._passed(rows, seconds)
+        if absorbed is not None and any(lap[0] == VERIFY for lap in laps):
+            self._absorb.add(absorbed)
+
+    def _passed(self, rows: int, seconds: float) -> None:
+        while len(self._pass) < rows:
+            self._pass.append(Mean(self.MEMORY))
+        for n, mean in enumerate(self._pass, 1):
+            if n == rows:
+                mean.add(seconds)
+            else:
+                mean.age()
+
+    def passes(self, rows: int) -> list[float]:
+        """Each depth's own mean, drawn towards the line where it is not well known."""
+        base, slope = self._line()
+        costs, least = [], 0.0
+        for n in range(1, rows + 1):
+            cost = base + slope * (n - 1)
+            if n <= len(self._pass):
+                mean = self._pass[n - 1]
+                cost = (mean.total + self.BLEND * cost) / (mean.weight + self.BLEND)
+            least = max(least * 1.005, cost)
+            costs.append(least)
+        return costs
+
+    def _line(self) -> tuple[float, float]:
+        """Weighted least squares through the means, with one pass's worth of the assumed slope."""
+        known = [(n, m.weight, m.total / m.weight) for n, m in enumerate(self._pass) if m.weight > 0]
+        if not known:
+            return 1.0, self.ROW
+        total = sum(w for _, w, _ in known)
+        x = sum(n * w for n, w, _ in known) / total
+        y = sum(w * t for _, w, t in known) / total
+        assumed = self.ROW * y / (1.0 + self.ROW * x)
+        spread = sum(w * (n - x) ** 2 for n, w, _ in known)
+        along = sum(w * (n - x) * (t - y) for n, w, t in known)
+        slope = max((along + assumed) / (spread + 1.0), 0.0)
+        return max(y - slope * x, 0.05 * y), slope
