@@ -1,0 +1,177 @@
+"""Row independence: no bit depends on how many rows, threads or chunks a computation is cut into.
+
+Everything is compared as bytes: logits, hidden states, key-value and index caches, MTP caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+
+from colibri.container import Container
+from colibri.convert import convert_directory
+from colibri.formats import Format
+from colibri.layout import Formats
+from colibri.model import Model
+from colibri.sampling import Sampler, SamplingParams
+from colibri.session import Session
+
+THREADS = (1, 2, 3)
+ROWS = range(1, 10)
+BEFORE = 11  # tokens in the cache; more than the tiny models' index_topk
+CONTEXT = 64
+
+Models = Callable[[int], Model]  # by number of threads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind, as bytes."""
+
+    logits: bytes
+    hidden: bytes
+    caches: tuple[bytes, ...]
+
+
+def caches(session: Session) -> tuple[bytes, ...]:
+    """The filled part of every cache, MTP layer included."""
+    main = session.model.config.num_hidden_layers
+    found = []
+    for layer, kind in product(range(session.model.layers), ("kv", "index")):
+        rows = session.cache(layer, kind)
+        length = session.length if layer < main else session.mtp_length
+        found.append(b"" if rows is None else rows[:length].tobytes())
+    return tuple(found)
+
+
+class Fork:
+    """A session that can run the same tokens again and again from the same BEFORE rows."""
+
+    def __init__(self, model: Model) -> None:
+        ids = tokens(model, BEFORE + max(ROWS))
+        self.ids = ids[BEFORE:]
+        self.session = Session(model, CONTEXT, max(ROWS))
+        self.session.prefill(ids[:BEFORE])
+        self.last = self.session.last_hidden.copy()
+
+    def run(self, parts: tuple[int, ...]) -> Outcome:
+        """Run and absorb in steps of these sizes; draft once from the last row."""
+        session, at, before = self.session, 0, self.last
+        session.rewind(BEFORE)
+        session.mtp_rewind(BEFORE - 1)
+        logits, hidden = [], []
+        state = np.empty(session.model.config.hidden_size, np.float32)
+        for part in parts:
+            step = self.ids[at : at + part]
+            logits.append(session.step_all(step).tobytes())
+            rows = session.hidden[:part].copy()
+            hidden.append(rows.tobytes())
+            draft = session.mtp_absorb(np.vstack([before, rows[:-1]]), step, state)
+            at, before = at + part, rows[-1:]
+        logits.append(draft.tobytes())
+        hidden.append(state.tobytes())
+        return Outcome(b"".join(logits), b"".join(hidden), caches(session))
+
+
+def compositions(total: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as an ordered sum: 2^(total - 1) of them."""
+    for cuts in product((False, True), repeat=total - 1):
+        parts, size = [], 1
+        for cut in cuts:
+            if cut:
+                parts.append(size)
+                size = 0
+            size += 1
+        yield (*parts, size)
+
+
+def tokens(model: Model, count: int) -> list[int]:
+    """Token ids, the same for everyone."""
+    return np.random.default_rng(7).integers(0, model.config.vocab_size, count).tolist()
+
+
+@pytest.fixture(scope="module", params=["groups-int4", "ragged-int8", "ragged-f32", "demo"])
+def models(request, tmp_path_factory, demo_models) -> Models:
+    """Models with sparse attention and odd widths, and the demo."""
+    if request.param == "demo":
+        return demo_models
+    case, kind = request.param.split("-")
+    directory = tmp_path_factory.mktemp(request.param)
+    source = oracle.load(case).checkpoint(directory / "source")
+    container = Container.open(quantised(source, directory / "out", kind))
+    return cache(lambda threads: Model.open(container, threads=threads))
+
+
+def quantised(source: Path, out: Path, kind: str) -> Path:
+    """The checkpoint itself for f32, else converted with its experts in `kind`."""
+    if kind == "f32":
+        return source
+    expert = Format.parse("int4-g8" if kind == "int4" else kind)
+    int8 = Format.parse("int8")
+    convert_directory(source, out, Formats(expert, int8, int8, int8), search=False)
+    return out
+
+
+def test_every_chunking(models):
+    """Nine tokens cut in all 256 ways leave the same bytes everywhere."""
+    fork = Fork(models(1))
+    ways = list(compositions(max(ROWS)))
+    assert len(ways) == 256
+    expected = fork.run(ways[0])
+    for way in ways:
+        assert fork.run(way) == expected, way
+
+
+def test_threads(models):
+    """1, 2 and 3 threads, for every number of rows in a step, leave the same bytes."""
+    forks = [Fork(models(threads)) for threads in THREADS]
+    outcomes = {fork.run(parts(rows)) for fork in forks for rows in ROWS}
+    assert len(outcomes) == 1
+
+
+def parts(rows: int) -> tuple[int, ...]:
+    """Steps of so many rows, then the rest."""
+    whole, rest = divmod(max(ROWS), rows)
+    return (*(rows,) * whole, *(rest,) * (rest > 0))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 64, 200])
+def test_long_prompt(models, chunk):
+    """A prompt of 200 tokens prefilled in chunks of any size gives the bytes of single rows."""
+    model = models(1)
+    ids = tokens(model, 200)
+    outcomes = set()
+    for rows in (1, chunk):
+        session = Session(model, 256, rows)
+        logits = session.prefill(ids)
+        outcomes.add(Outcome(logits.tobytes(), session.last_hidden.tobytes(), caches(session)))
+    assert len(outcomes) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_demo_text(demo_models, demo_tokenizer, temperature):
+    """200 generated tokens of the demo are the same for any threads and any prefill chunks."""
+    prompt = demo_tokenizer.encode_template("[gMASK]<sop><|user|>Tell me a story.<|assistant|>")
+    texts = {
+        generate(Session(demo_models(threads), 256, rows), prompt, temperature)
+        for threads, rows in ((1, 1), (1, 128), (2, 5), (3, 128))
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) == 200
+
+
+def generate(session: Session, prompt: list[int], temperature: float) -> tuple[int, ...]:
+    """Plain decoding of 200 tokens, stops ignored."""
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=5), 2048)
+    logits, made = session.prefill(prompt), []
+    while len(made) < 200:
+        made.append(sampler.pick(logits, session.length))
+        logits = session.step_all([made[-1]])[0]
+    return tuple(made)

@@ -1,0 +1,235 @@
+"""A session's promises: prefixes are reused without a trace, stopping and failing lose nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from colibri.errors import Cancelled, ContextFull, CoreError
+from colibri.model import Model
+from colibri.session import Session
+
+CONTEXT, ROWS = 96, 8
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture(scope="module", params=["with MTP", "without MTP"])
+def model(request, demo_container, demo_model) -> Model:
+    """The demo with and without its MTP layer: reuse has one rule more with it."""
+    return demo_model if request.param == "with MTP" else Model.open(demo_container, mtp=False)
+
+
+@pytest.fixture
+def session(model) -> Session:
+    """An empty session with small chunks."""
+    return Session(model, CONTEXT, ROWS)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Read and write ends."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def state(session: Session) -> tuple[list[int], list[bytes]]:
+    """Tokens and the filled bytes of every cache."""
+    found = []
+    for layer in range(session.model.layers):
+        length = session.length
+        if layer == session.model.config.num_hidden_layers:
+            length = session.mtp_length
+        for kind in ("kv", "index"):
+            rows = session.cache(layer, kind)
+            found.append(b"" if rows is None else rows[:length].tobytes())
+    return list(session.tokens), found
+
+
+def fresh(model: Model, ids: list[int]) -> tuple[bytes, tuple[list[int], list[bytes]]]:
+    """Logits and state of a session that runs `ids` from nothing."""
+    session = Session(model, CONTEXT, ROWS)
+    return session.prefill(ids).tobytes(), state(session)
+
+
+def continued(session: Session, ids: list[int]) -> tuple[bytes, tuple[list[int], list[bytes]]]:
+    """The same, on top of what the session already knows."""
+    logits = session.prefill(ids[session.reuse(ids) :])
+    return logits.tobytes(), state(session)
+
+
+# ---- prefix reuse -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [*PROMPT, 7, 8, 9],
+        PROMPT,
+        PROMPT[:-1],
+        [*PROMPT[:17], 1, 2, 3],
+        PROMPT[:1],
+        [5, *PROMPT],
+        PROMPT[:8] + PROMPT[:30],
+    ],
+    ids=["longer", "equal", "shorter", "other end", "one", "other start", "loop"],
+)
+def test_reuse_leaves_no_trace(session, model, ids):
+    """After any earlier prompt, a prompt gives the bytes of a session that began with it."""
+    session.prefill(PROMPT)
+    assert continued(session, ids) == fresh(model, ids)
+
+
+def test_reuse_keeps_what_it_can(session, model):
+    """Only what differs is run again: one row, and with MTP one more."""
+    session.prefill(PROMPT)
+    longer = [*PROMPT, 7]
+    assert session.reuse(longer) == len(PROMPT) - model.has_mtp
+    session.prefill(longer[session.length :])
+    assert session.reuse(PROMPT) == len(PROMPT) - 1
+    assert session.reuse([3]) == 0
+
+
+def test_reuse_after_tokens_the_mtp_layer_never_saw(session, model):
+    """Decoding without drafts leaves the MTP caches behind; reuse still ends without a gap."""
+    session.prefill(PROMPT)
+    for token in (7, 8, 9):
+        session.step_all([token])
+    ids = [*PROMPT, 7, 8, 9, 10]
+    assert continued(session, ids) == fresh(model, ids)
+
+
+def test_rewind(session, model):
+    """Rewinding and running again gives the same bytes; rewinding forward is refused."""
+    session.prefill(PROMPT)
+    session.rewind(20)
+    assert session.tokens == PROMPT[:20]
+    assert continued(session, PROMPT) == fresh(model, PROMPT)
+    for length in (-1, len(PROMPT) + 1):
+        with pytest.raises(CoreError, match="cannot rewind"):
+            session.rewind(length)
+    assert state(session) == fresh(model, PROMPT)[1]
+
+
+# ---- cancelling ---------------------------------------------------------------------------------
+
+
+def test_cancelled_step_changes_nothing(session, model):
+    """A cancelled step commits nothing; re-armed, the session goes on as if it had not been."""
+    session.prefill(PROMPT)
+    before = state(session)
+    session.cancel()
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            session.step_all([7, 8])
+    assert state(session) == before
+    session.cancel(False)
+    assert continued(session, [*PROMPT, 7, 8]) == fresh(model, [*PROMPT, 7, 8])
+
+
+def test_cancel_in_prefill_keeps_whole_chunks(session, model):
+    """A prefill cancelled between chunks keeps those done; the prompt can be taken up again."""
+
+    def stop(done: int, total: int) -> None:
+        if done == 2 * ROWS:
+            session.cancel()
+
+    with pytest.raises(Cancelled):
+        session.prefill(PROMPT, stop)
+    assert session.tokens == PROMPT[: 2 * ROWS]
+    session.cancel(False)
+    assert session.reuse(PROMPT) > ROWS
+    assert continued(session, PROMPT) == fresh(model, PROMPT)
+
+
+def test_watched_descriptor(session, model, pipe):
+    """A readable descriptor cancels like the flag; an unreadable one, or none, does not."""
+    reads, writes = pipe
+    session.watch(reads)
+    session.prefill(PROMPT)
+    os.write(writes, b"x")
+    with pytest.raises(Cancelled):
+        session.step_all([7])
+    session.watch(-1)
+    session.step_all([7])
+    assert session.tokens == [*PROMPT, 7]
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+def test_context_can_be_filled_and_no_more(session, model):
+    """The last row fits, the next is refused with nothing changed, and the session lives on."""
+    ids = (PROMPT * 3)[:CONTEXT]
+    session.prefill(ids)
+    before = state(session)
+    with pytest.raises(ContextFull, match=f"{CONTEXT}"):
+        session.step_all([7])
+    assert state(session) == before
+    session.rewind(CONTEXT - 4)
+    with pytest.raises(ContextFull):
+        session.step_all([1, 2, 3, 4, 5])
+    assert session.step_all(ids[-4:])[-1].tobytes() == fresh(model, ids)[0]
+
+
+def test_long_prompt_is_refused_before_it_runs(session):
+    """A prompt longer than the context is refused with both numbers, nothing is run."""
+    with pytest.raises(ContextFull, match=rf"{CONTEXT + 1} tokens.*{CONTEXT}"):
+        session.prefill([5] * (CONTEXT + 1))
+    assert session.length == 0 and session.counters()["forwards"] == 0
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [2048], [5] * (ROWS + 1)])
+def test_impossible_steps(session, ids):
+    """No rows, too many rows and ids outside the vocabulary are errors that change nothing."""
+    session.prefill(PROMPT)
+    before = state(session)
+    with pytest.raises(CoreError):
+        session.step_all(ids)
+    assert state(session) == before
+
+
+def test_impossible_sessions(model):
+    """Contexts that cannot be are errors, also when only memory says so."""
+    with pytest.raises(CoreError, match="context of 0"):
+        Session(model, 0)
+    with pytest.raises(CoreError, match="context of"):
+        Session(model, 1 << 30)
+
+
+def test_sessions_do_not_share(model):
+    """Two sessions of one model, interleaved, each give the bytes of a session alone."""
+    first, second = Session(model, CONTEXT, ROWS), Session(model, CONTEXT, ROWS)
+    others = PROMPT[::-1]
+    for at in range(0, len(PROMPT), 4):
+        one = first.step_all(PROMPT[at : at + 4])[-1].tobytes()
+        two = second.step_all(others[at : at + 4])[-1].tobytes()
+    assert (one, two) == (fresh(model, PROMPT)[0], fresh(model, others)[0])
+
+
+def test_counters(session):
+    """The core counts what it did: forwards, rows, and at most k experts for each row and layer."""
+    session.prefill(PROMPT)
+    counters = session.counters()
+    config = session.model.config
+    sparse = sum(kind == "sparse" for kind in config.mlp_types) + session.model.has_mtp
+    assert counters["forwards"] == len(PROMPT) / ROWS
+    assert counters["rows"] == len(PROMPT)
+    most = len(PROMPT) * config.num_experts_per_tok * sparse
+    assert 0 < counters["expert_uses"] <= most
+    assert counters["expert_bytes"] > 0
+
+
+def test_logits_wanted(session):
+    """want="last" and "none" give the same rows as "all", fewer of them."""
+    rows = session.step_all(PROMPT[:ROWS]).copy()
+    assert rows.shape == (ROWS, session.model.config.vocab_size)
+    session.rewind(0)
+    last = session.step_all(PROMPT[:ROWS], "last").copy()
+    session.rewind(0)
+    assert session.step_all(PROMPT[:ROWS], "none").shape[0] == 0
+    assert np.array_equal(last, rows[-1:])
