@@ -87,6 +87,23 @@ class Model:
         code = lib.clb_model_set_residency(self.handle, _IO[io], slots_per_layer, error)
         check(code, error)
 
+    def resident(self) -> list[tuple[int, int]]:
+        """(layer, expert) of every expert in a slot, most recently used first."""
+        most = self.layers * self.config.n_routed_experts
+        pairs = np.empty((most, 2), np.int32)
+        out = ffi.from_buffer("int32_t[]", pairs)
+        count = lib.clb_model_resident(self.handle, out, most)
+        return [(int(layer), int(expert)) for layer, expert in pairs[:count]]
+
+    def warm(self, experts: list[tuple[int, int]]) -> None:
+        """Read experts into slots, in the order given; the last becomes the most recent."""
+        pairs = np.array(experts, np.int32).reshape(-1, 2)
+        error = ffi.new("clb_error *")
+        code = lib.clb_model_warm(
+            self.handle, ffi.from_buffer("int32_t[]", pairs), len(pairs), error
+        )
+        check(code, error)
+
     def slot_bytes(self, mtp: bool = False) -> int:
         """Bytes of one expert slot of the main layers, or of the MTP layer; 0 without experts."""
         return int(lib.clb_model_slot_bytes(self.handle, mtp))

@@ -82,6 +82,12 @@ int64_t clb_model_slot_bytes(const clb_model *model, int32_t mtp);
 int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots_per_layer,
                                 clb_error *error);
 
+/* The experts in slots as (layer, expert) pairs, most recently used first; returns how many there
+   are, and fills at most `most`. */
+int64_t clb_model_resident(const clb_model *model, int32_t *pairs, int64_t most);
+/* Reads experts into slots in the order given; the last is then the most recently used. */
+int32_t clb_model_warm(clb_model *model, const int32_t *pairs, int64_t n, clb_error *error);
+
 /* ---- session ----------------------------------------------------------------------------- */
 
 typedef struct clb_session clb_session;
@@ -145,5 +151,29 @@ int32_t clb_mtp_draft(clb_session *session, int32_t token, int64_t step, float *
 /* y[s][rows] = W x[s][cols], with data and scales in memory; isa NULL: the best. */
 int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t *data,
                         const void *scales, const float *x, int64_t s, float *y, clb_error *error);
+
+/* ---- what the machine can do: the limits of a benchmark ------------------------------------------ */
+
+/* Bytes a second that `threads` threads read together from `bytes` of memory, each from 1, 2, 4 or 8
+   places at once, asking `ahead` bytes in advance (0: the hardware does). */
+int32_t clb_measure_read_bandwidth(int32_t threads, int64_t bytes, double seconds, int32_t streams,
+                                   int32_t ahead, double *rate, clb_error *error);
+/* 8-bit products with 32-bit sums a second, from registers, by the instructions of a table. */
+int32_t clb_measure_dot_peak(const char *isa, int32_t threads, double seconds, double *rate,
+                             clb_error *error);
+
+typedef struct clb_disk_plan { /* offsets, record_bytes and piece: multiples of 4096 */
+    const char *path;
+    const int64_t *offsets; /* [records] */
+    int64_t records, record_bytes;
+    int64_t piece;          /* bytes of one read; a record is cut into pieces */
+    int32_t depth;          /* reads in flight, at most 256 */
+    int32_t direct, uring;  /* past the page cache; io_uring, else threads */
+} clb_disk_plan;
+
+/* Bytes a second of reading all the records once. */
+int32_t clb_measure_disk(const clb_disk_plan *plan, double *rate, clb_error *error);
+/* Bytes of a file that are in the page cache. */
+int32_t clb_measure_cached(const char *path, int64_t *bytes, clb_error *error);
 
 #endif

@@ -39,6 +39,7 @@ typedef struct slot_pool { /* slots of one size */
     uint8_t *memory;
     int64_t slot_bytes, count, mapped;
     slot *slots;
+    int32_t filled; /* slots that were ever used; only those are in the recency list */
     int32_t newest, oldest;
 } slot_pool;
 
@@ -119,13 +120,18 @@ static void unlink_slot(slot_pool *p, int32_t i) {
     else p->oldest = s->newer;
 }
 
+static void link_newest(slot_pool *p, int32_t i) {
+    p->slots[i].older = p->newest;
+    p->slots[i].newer = NONE;
+    if (p->newest != NONE) p->slots[p->newest].newer = i;
+    else p->oldest = i;
+    p->newest = i;
+}
+
 static void make_newest(slot_pool *p, int32_t i) {
     if (p->newest == i) return;
     unlink_slot(p, i);
-    p->slots[i].older = p->newest;
-    p->slots[i].newer = NONE;
-    p->slots[p->newest].newer = i;
-    p->newest = i;
+    link_newest(p, i);
 }
 
 static void make_oldest(slot_pool *p, int32_t i) {
@@ -137,9 +143,15 @@ static void make_oldest(slot_pool *p, int32_t i) {
     p->oldest = i;
 }
 
-static int32_t find_victim(const slot_pool *p) {
+/* A slot to fill, already the most recent: an unused one, else the oldest that nobody holds. */
+static int32_t take_slot(slot_pool *p) {
     int32_t i = p->oldest;
+    if (p->filled < p->count) {
+        link_newest(p, p->filled);
+        return p->filled++;
+    }
     while (i != NONE && (p->slots[i].pins || p->slots[i].reads_left)) i = p->slots[i].newer;
+    if (i != NONE) make_newest(p, i);
     return i;
 }
 
@@ -192,11 +204,7 @@ static int32_t open_pool(clb_model *m, slot_pool *p, int64_t first, int64_t last
     }
     p->memory = memory;
     madvise(memory, (size_t)p->mapped, MADV_HUGEPAGE);
-    for (int32_t i = 0; i < p->count; i++)
-        p->slots[i] = (slot){.layer = NONE, .expert = NONE, .newer = i - 1,
-                             .older = i + 1 < p->count ? i + 1 : NONE};
-    p->newest = 0;
-    p->oldest = (int32_t)p->count - 1;
+    for (int32_t i = 0; i < p->count; i++) p->slots[i] = (slot){.layer = NONE, .expert = NONE};
     return CLB_OK;
 }
 
@@ -344,7 +352,7 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error
     clb_residency *r = m->residency;
     slot_pool *p = pool_of(r, lease->layer);
     int32_t i;
-    while ((i = find_victim(p)) == NONE)
+    while ((i = take_slot(p)) == NONE)
         if (!take_in(m, true, error))
             return clb_fail(error, CLB_NO_MEMORY, "no expert slot of layer %d is free", lease->layer);
     slot *s = &p->slots[i];
@@ -355,7 +363,6 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error
     s->loaded_step = step;
     s->used_step = -1;
     *where_of(m, lease->layer, lease->expert) = i;
-    make_newest(p, i);
     pending *next = &r->queue[r->queue_tail++ % r->queue_size];
     *next = (pending){.pool = p, .slot = i,
                       .places = extents_of(&m->layers[lease->layer].experts[lease->expert])};
@@ -505,4 +512,46 @@ void clb_residency_commit(clb_session *s) {
     if (clb_residency_room(s->model->residency, 0) != INT64_MAX)
         for (int64_t r = 0; r < s->step_rows; r++) commit_row(s, r, r < kept);
     s->step_rows = 0;
+}
+
+/* ---- the resident set, saved and loaded again ------------------------------------------------------------------ */
+
+int64_t clb_model_resident(const clb_model *m, int32_t *pairs, int64_t most) {
+    int64_t n = 0;
+    if (!m->residency) return 0;
+    for (int pool = 0; pool < 2; pool++) {
+        const slot_pool *p = &m->residency->pools[pool];
+        if (p->count == 0) continue;
+        for (int32_t i = p->newest; i != NONE; i = p->slots[i].older) {
+            const slot *s = &p->slots[i];
+            if (s->layer == NONE || s->failed || s->reads_left) continue;
+            if (n < most) {
+                pairs[2 * n] = s->layer;
+                pairs[2 * n + 1] = s->expert;
+            }
+            n++;
+        }
+    }
+    return n;
+}
+
+static bool has_expert(const clb_model *m, int32_t layer, int32_t expert) {
+    return layer >= 0 && layer < m->layer_count && m->layers[layer].sparse && expert >= 0 &&
+           expert < m->config.experts;
+}
+
+int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error *error) {
+    clb_counters ignored = {0};
+    int32_t code = CLB_OK;
+    if (!m->residency || m->residency->queue_size == 0) return CLB_OK;
+    pthread_mutex_lock(&m->step);
+    for (int64_t i = 0; i < n && !code; i++) {
+        clb_lease lease = {.layer = pairs[2 * i], .expert = pairs[2 * i + 1]};
+        if (!has_expert(m, lease.layer, lease.expert)) continue;
+        code = clb_residency_lease(m, &lease, 1, &ignored, error);
+        clb_residency_release(m, &lease, 1);
+    }
+    while (!code && take_in(m, true, error)) continue;
+    pthread_mutex_unlock(&m->step);
+    return code;
 }

@@ -1,0 +1,163 @@
+"""Expert slots: what is in memory changes nothing but the clock, and failures lose nothing."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+
+from colibri.container import Container
+from colibri.convert import Formats, convert_directory
+from colibri.errors import CoreError
+from colibri.formats import Format
+from colibri.model import Model
+from colibri.session import Session
+
+PROMPT = [(7 * i + 3) % 251 for i in range(30)]
+WAYS = [
+    ("mmap", 0), ("mmap-tight", 0),
+    *((io, slots) for io in ("buffered", "direct") for slots in (1, 2, 3, 4, 9, 16)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny checkpoint converted to int4 records."""
+    source = tmp_path_factory.mktemp("plain")
+    tiny.write(source, tiny.GROUPS, seed=5)
+    target = tmp_path_factory.mktemp("own") / "model"
+    convert_directory(source, target, Formats(experts=Format.parse("int4-g8")))
+    return target
+
+
+def run(model: Model, rows: int = 8) -> bytes:
+    """Prefill, a verify batch of which two rows are kept, drafts, one more step: all outputs."""
+    session = Session(model, 64, rows)
+    seen = [session.prefill(PROMPT).copy(), session.step_all([5, 6, 7, 8]).copy()]
+    hidden = session.hidden[:2].copy()
+    session.rewind(len(PROMPT) + 2)
+    draft = np.empty(model.config.hidden_size, np.float32)
+    session.mtp_rewind(0)
+    session.mtp_absorb(hidden, [6, 9], draft)
+    seen += [session.mtp_draft(11, 1, draft).copy(), session.step_all([9]).copy()]
+    return b"".join(array.tobytes() for array in seen)
+
+
+def test_every_way_of_reading_gives_the_same_bits(directory):
+    """Mapped or in 1..16 slots a layer, through the page cache or past it, on 1 or 2 threads."""
+    results = set()
+    for threads in (1, 2):
+        model = Model.open(Container.open(directory), threads=threads)
+        for io, slots in WAYS:
+            model.set_residency(io, slots)
+            results.add(run(model))
+    assert len(results) == 1
+
+
+def test_loads_are_counted_once_per_miss(directory):
+    """With a slot for every expert each distinct expert is read exactly once, byte for byte."""
+    model = Model.open(Container.open(directory))
+    model.set_residency("direct", 16)
+    session = Session(model, 64, 8)
+    session.prefill(PROMPT, prime=False)
+    session.prefill(PROMPT, prime=False)
+    counters = session.counters()
+    assert counters["expert_loads"] == len(model.resident())
+    sizes = [model.expert_bytes(layer) for layer, _ in model.resident()]
+    assert counters["read_bytes"] == sum(sizes)
+    assert counters["expert_uses"] > counters["expert_loads"]
+
+
+def chosen(session: Session, rows: int) -> list[set[tuple[int, int]]]:
+    """(layer, expert) pairs each row of the last step used."""
+    layers = range(session.model.config.num_hidden_layers)
+    found = [(layer, session.experts(layer, rows)) for layer in layers]
+    return [
+        {(layer, int(e)) for layer, table in found if table is not None for e in table[row]}
+        for row in range(rows)
+    ]
+
+
+def test_rejected_rows_do_not_count_as_use(directory):
+    """Experts that only rejected rows asked for become the first to go; kept rows' the last."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 16)
+    session = Session(model, 64, 8)
+    session.step_all(PROMPT[:2])
+    before = set(model.resident())
+    session.step_all([41, 42, 43])
+    kept, *rejected = chosen(session, 3)
+    session.rewind(3)
+    session.step_all([41])
+    order = model.resident()
+    only_rejected = set().union(*rejected) - kept - before - chosen(session, 1)[0]
+    assert only_rejected
+    assert set(order[-len(only_rejected) :]) == only_rejected
+
+
+def test_least_recently_used_goes_first(directory):
+    """When slots run out, the expert that leaves is the one whose last kept use is oldest."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 4)
+    session = Session(model, 64, 1)
+    session.step_all([3])
+    for token in range(4, 20):
+        before = model.resident()
+        used = chosen(session, 1)[0]
+        session.step_all([token])
+        gone = [pair for pair in before if pair not in set(model.resident())]
+        survivors = [pair for pair in before if pair in used]
+        assert not set(gone) - set(before)
+        if len(gone) < len(before) - len(survivors):
+            assert not set(gone) & set(survivors)
+
+
+def test_warm_set_is_restored_in_order(directory):
+    """A saved resident set, loaded oldest first, has the same order and needs no further reads."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 9)
+    run_once = Session(model, 64, 8)
+    run_once.prefill(PROMPT)
+    saved = model.resident()
+    model.set_residency("direct", 9)
+    model.warm(saved[::-1])
+    assert model.resident() == saved
+    assert Session(model, 64, 8).counters()["expert_loads"] == 0
+
+
+def test_warm_ignores_what_the_model_does_not_have(directory):
+    """Pairs from another model are skipped."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 2)
+    model.warm([(0, 0), (99, 0), (2, 9999), (-1, -1), (2, 3)])
+    assert model.resident() == [(2, 3)]
+
+
+def test_cut_file_is_an_error_and_nothing_is_lost(directory, tmp_path):
+    """A shard cut under a running engine raises CoreError naming it; once whole, it goes on."""
+    copy = tmp_path / "model"
+    shutil.copytree(directory, copy)
+    container = Container.open(copy)
+    model = Model.open(container, mtp=False)
+    expected = Session(model, 64, 8).prefill(PROMPT).tobytes()
+    experts = next(s for s in container.shards if "experts" in s.path.name)
+    whole = experts.path.read_bytes()
+    model.set_residency("direct", 3)
+    session = Session(model, 64, 8)
+    session.step_all(PROMPT[:8])
+    os.truncate(experts.path, 8192)
+    with pytest.raises(CoreError, match=rf"{experts.path.name} ends at byte .* early"):
+        session.prefill(PROMPT[8:])
+    assert session.tokens == PROMPT[: session.length]
+    with experts.path.open("r+b") as file:
+        file.write(whole)
+    rest = PROMPT[session.length :]
+    assert session.prefill(rest).tobytes() == expected
+
+
+def test_slots_must_be_some(directory):
+    """No slots is refused rather than dividing by it."""
+    model = Model.open(Container.open(directory))
+    with pytest.raises(CoreError, match="0 expert slots a layer cannot work"):
+        model.set_residency("direct", 0)
