@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from colibri.chat import opens_thinking
 from colibri.tokenizer import Tokenizer
 
-THINK, END_THINK = "<think>", "</think>"
 TEXT, REASONING = "text", "reasoning"
 
 
@@ -19,55 +19,50 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer. `split`: think tags are markup; `reasoning`: it begins in one."""
+    """Token ids to answer. `markup`: think tags in the answer separate reasoning from text."""
 
     ids: list[int]
-    split: bool = True
-    reasoning: bool = False
-
-    @classmethod
-    def of_template(cls, ids: list[int], tokenizer: Tokenizer) -> "Prompt":
-        """A rendered conversation: its last token says whether the model starts by thinking."""
-        start = tokenizer.id_of(THINK)
-        return cls(ids, reasoning=bool(ids) and start is not None and ids[-1] == start)
+    markup: bool = True
 
 
 class Splitter:
-    """Feeds tokens to a streaming decoder and cuts where reasoning begins and ends."""
+    """Cuts the tokens of one answer into pieces, by token id, never by what the text looks like.
+
+    The tags are not shown. Reasoning begins when the prompt opened it or the first token does.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        self._decoder = tokenizer.stream()
-        self._start = tokenizer.id_of(THINK) if prompt.split else None
-        self._end = tokenizer.id_of(END_THINK) if prompt.split else None
-        self._kind = REASONING if prompt.reasoning else TEXT
-        self._fresh = True
+        self._stream = tokenizer.stream()
+        self._open = tokenizer.id_of("<think>") if prompt.markup else None
+        self._close = tokenizer.id_of("</think>") if prompt.markup else None
+        inside = prompt.markup and opens_thinking(prompt.ids, tokenizer)
+        self._kind = REASONING if inside else TEXT
+        self._first = True
 
     def push(self, tokens: Iterable[int]) -> Iterator[Piece]:
         """The pieces that became certain with these tokens."""
         text = ""
         for token in tokens:
-            turn = self._turn(token)
-            if turn is None:
-                text += self._decoder.push(token)
+            following = self._following(token)
+            if following == self._kind:
+                text += self._stream.push(token)
                 continue
-            text += self._decoder.finish()
+            text += self._stream.finish()
             if text:
                 yield Piece(self._kind, text)
-            self._kind, text = turn, ""
+            self._kind, text = following, ""
         if text:
             yield Piece(self._kind, text)
 
     def finish(self) -> Iterator[Piece]:
         """What an unfinished last character leaves."""
-        text = self._decoder.finish()
+        text = self._stream.finish()
         if text:
             yield Piece(self._kind, text)
 
-    def _turn(self, token: int) -> str | None:
-        """The kind that begins with this token, or None. Only a first <think> opens reasoning."""
-        fresh, self._fresh = self._fresh, False
-        if token == self._end and self._kind == REASONING:
-            return TEXT
-        if fresh and token == self._start and self._kind == TEXT:
-            return REASONING
-        return None
+    def _following(self, token: int) -> str:
+        """The kind of what comes from this token on."""
+        first, self._first = self._first, False
+        if self._kind == REASONING:
+            return TEXT if token == self._close else REASONING
+        return REASONING if first and token == self._open else TEXT

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from colibri import chat, context, demo, generation, stats
 from colibri.answer import REASONING, TEXT, Piece, Prompt, Splitter
 from colibri.container import Container
-from colibri.depth import DepthPolicy
-from colibri.drafting import Drafter
+from colibri.depth import DepthPolicy, depth_policy
+from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import Cancelled, ConfigError, ContextFull, UsageError
 from colibri.knobs import Settings
 from colibri.ledger import Ledger
@@ -30,6 +31,7 @@ from colibri.session import Session
 from colibri.speculation import Limits, spec_decode
 from colibri.stats import INTERRUPTED, Receipt
 from colibri.tokenizer import Tokenizer
+from colibri.verification import Mode
 
 ROWS = 128  # rows of one prefill step; more would cost scratch, fewer would read experts more often
 ERROR = "error"
@@ -68,6 +70,7 @@ class Engine:
         self.sampling, self.recommended = generation.sampling(settings, container.directory)
         self.load_seconds = 0.0
         self._session: Session | None = None
+        self._drafting: WeakKeyDictionary[Session, dict[bool, Any]] = WeakKeyDictionary()
         if self.tokenizer.vocab_used > container.config.vocab_size:
             raise ConfigError(
                 f"{container.directory}: tokenizer.json has {self.tokenizer.vocab_used} tokens, "
@@ -113,14 +116,13 @@ class Engine:
 
     def conversation(self, messages: list[dict[str, Any]]) -> Prompt:
         """Messages ({"role", "content"}) in the model's template; markup in them stays text."""
-        ids = self.template.render(
-            messages, self.tokenizer, self.settings.thinking, self.settings.effort
-        )
-        return Prompt.of_template(ids, self.tokenizer)
+        thinking, effort = self.settings.thinking, self.settings.effort
+        ids = self.template.render(messages, self.tokenizer, thinking=thinking, effort=effort)
+        return Prompt(ids)
 
     def raw(self, text: str) -> Prompt:
-        """Plain text to be continued, after the model's prefix tokens; no template, no markup."""
-        return Prompt(self.template.prefix(self.tokenizer) + self.tokenizer.encode(text), False)
+        """Text to be continued without a template (chat.raw_prompt); all that comes is text."""
+        return Prompt(chat.raw_prompt(text, self.tokenizer), markup=False)
 
     # ---- answers ----------------------------------------------------------------------------
 
@@ -152,9 +154,20 @@ class Engine:
             progress,
         )
 
-    def speculation(self, session: Session) -> tuple[Drafter | None, DepthPolicy | None]:
-        """Who drafts and how deep, as the settings say."""
-        return None, None
+    def speculation(
+        self, session: Session, sampling: SamplingParams
+    ) -> tuple[Drafter | None, DepthPolicy | None]:
+        """Who drafts for a session and how deep, as the settings say; both learn over its turns."""
+        if self.settings.draft == 0:
+            return None, None
+        # A clock must not choose a token: only where any depth gives the same text may it decide.
+        clock_free = not sampling.greedy and self.settings.mode != Mode.COUPLED
+        pairs = self._drafting.setdefault(session, {})
+        if clock_free not in pairs:
+            mtp = self.model.has_mtp
+            policy = depth_policy(self.settings.draft, clock_free=clock_free, guarded=mtp)
+            pairs[clock_free] = (MtpDrafter(session) if mtp else NgramDrafter(), policy)
+        return pairs[clock_free]
 
 
 @dataclass
@@ -195,7 +208,7 @@ class Turn:
         self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: []}
         self._ledger = Ledger()
         self._clock = _Clock()
-        self._drafter, self._depth = engine.speculation(session)
+        self._drafter, self._depth = engine.speculation(session, sampler.params)
 
     @property
     def text(self) -> str:

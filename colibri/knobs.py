@@ -187,7 +187,9 @@ KNOBS = (
          "the template's own", PROMPT, also=("THINK",), off="--no-think"),
     Knob("effort", "--effort", Choice(("low", "high", "max")),
          "Reasoning effort, where the template knows it.", "the template's own", PROMPT),
-    Knob("raw", "--raw", Switch(), "Continue the prompt as plain text, without a chat template.",
+    Knob("raw", "--raw", Switch(),
+         "Continue the prompt without a chat template. GLM's prefix goes before it; a prompt that "
+         "begins with the prefix is taken as it is, markup included.",
          "off", PROMPT, default=False),
     Knob("context", "--ctx", Number(16, 1 << 24, whole=True),
          "Tokens the context holds, prompt and answer together.",
@@ -206,8 +208,9 @@ KNOBS = (
          "Draft at most N tokens a step; 0: none, auto: as many as pay.", "auto", SPECULATION,
          also=("DRAFT",)),
     Knob("mtp", "--mtp", Switch(),
-         "Draft with the model's own MTP layer; off: its weights are not read.", "on", SPECULATION,
-         default=True, also=("MTP",), off="--no-mtp"),
+         "Draft with the model's own MTP layer; off: its weights are not read, and drafts come "
+         "from what the text repeats.",
+         "on", SPECULATION, default=True, also=("MTP",), off="--no-mtp"),
     Knob("mode", "--mode", Choice(("rejection", "coupled", "probabilistic")),
          "How drafts are verified when sampling (docs/speculation.md).", "rejection", SPECULATION,
          default="rejection"),

@@ -145,7 +145,8 @@ def _drafts(receipt: Receipt) -> str:
     if receipt.drafter is None:
         return "none"
     rate = f" ({100 * accepted / proposed:.0f}%)" if proposed else ""
-    return f"{receipt.drafter}, {accepted} of {proposed} kept{rate}, {receipt.mode}"
+    rule = "exact match" if receipt.sampling.greedy else receipt.mode
+    return f"{receipt.drafter}, {accepted} of {proposed} kept{rate}, {rule}"
 
 
 def _each(receipt: Receipt) -> str:
