@@ -312,7 +312,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _suggest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1, 0.8)
     return f"; did you mean {near[0]}?" if near else ""
 
 
