@@ -64,7 +64,7 @@ def spec_decode(
             if stopped:
                 return "stop"
             if turn.room > 0:
-                block = turn.step(block[-1], turn.draft())
+                block = turn.step(turn.draft())
     return turn.ended
 
 
@@ -86,6 +86,7 @@ class _Turn:
         self.rule = verification(sampler, mode)
         self.room = min(limits.max_tokens, session.context - session.length)
         self.ended = "length" if limits.max_tokens <= self.room else "context"
+        self.pending = -1  # picked and yielded, not yet run
         self._hidden, self._source = session.last_hidden, PICK
 
     def __enter__(self) -> None:
@@ -106,6 +107,7 @@ class _Turn:
 
     def commit(self, block: list[int]) -> None:
         """The block is part of the text; its last token becomes the pending one."""
+        self.pending = block[-1]
         self.room -= len(block)
         self.ledger.emitted(self._source, len(block))
         if self.drafter:
@@ -124,13 +126,13 @@ class _Turn:
         self.ledger.enter(PICK)
         return drafts
 
-    def step(self, pending: int, drafts: Drafts) -> list[int]:
+    def step(self, drafts: Drafts) -> list[int]:
         """Run [pending, drafts...]; returns the drafts that stand and the token after them."""
         self._source = VERIFY if drafts.ids else PLAIN
         self._hidden = self.session.hidden
         base = self.session.length + 1
         self.ledger.enter(self._source, 1 + len(drafts.ids))
-        logits = self.session.step_all([pending, *drafts.ids])
+        logits = self.session.step_all([self.pending, *drafts.ids])
         self.ledger.enter(PICK)
         accepted = 0
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -15,6 +16,12 @@ from colibri.speculation import Limits, spec_decode
 VOCAB = 8
 Row = np.ndarray
 Logits = Callable[[Sequence[int]], Row]
+
+
+def remembered(logits: Logits) -> Logits:
+    """The same function, computed once per text."""
+    known = cache(lambda tokens: logits(list(tokens)))
+    return lambda tokens: known(tuple(tokens))
 
 
 def drawn(seed: str, tokens: Sequence[int]) -> Row:
@@ -129,6 +136,9 @@ class Walk:
             script[-1] += 1
 
 
+_KNOWN: dict[tuple[SamplingParams, bytes], Distribution] = {}
+
+
 class WalkedSampler(Sampler):
     """A sampler whose uniforms are intervals: each use of a key splits what is left of its own.
 
@@ -150,8 +160,14 @@ class WalkedSampler(Sampler):
         return at
 
     def draw(self, distribution: Distribution, position, purpose=Purpose.PICK) -> int:
-        edges = np.cumsum(distribution.p)[:-1]
-        return int(distribution.ids[self._split((position, purpose), list(edges))])
+        edges = distribution.p.cumsum()[:-1].tolist()
+        return int(distribution.ids[self._split((position, purpose), edges)])
+
+    def distribution(self, logits) -> Distribution:
+        key = (self.params, logits.tobytes())
+        if key not in _KNOWN:
+            _KNOWN[key] = super().distribution(logits)
+        return _KNOWN[key]
 
     def accept(self, probability: float, position: int) -> bool:
         return not self._split((position, Purpose.ACCEPT), [min(probability, 1.0)])
