@@ -39,10 +39,10 @@ static inline float clb_bf16_float(uint16_t bits) {
 /* Exact, subnormals included; a NaN comes out quiet, as the processors' own conversions do. */
 static inline float clb_f16_float(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
-    uint32_t finite = clb_float_bits(clb_bits_float(magnitude << 13) * 0x1p112f);
-    uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
-    uint32_t special = 0x7f800000 | magnitude << 13 | quiet;
-    return clb_bits_float(sign | (magnitude >= 0x7c00 ? special : finite));
+    uint32_t value = clb_float_bits(clb_bits_float(magnitude << 13) * 0x1p112f);
+    uint32_t special = 0u - (uint32_t)(magnitude >= 0x7c00); /* masks: loops become vectors */
+    uint32_t quiet = 0u - (uint32_t)(magnitude > 0x7c00);
+    return clb_bits_float(sign | value | (special & 0x7f800000) | (quiet & 0x400000));
 }
 
 /* Element i of a row of a float format. */

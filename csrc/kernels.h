@@ -43,6 +43,11 @@ typedef struct clb_kernels {
     void (*dequantize_row)(const clb_matrix *w, int64_t row, float *out); /* [cols] */
     float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */
     void (*axpy)(float a, const float *x, float *y, int64_t n);         /* y = fma(a, x, y) */
+    /* out[i * out_stride] = dot(a + i * a_stride, b, n) for i < count */
+    void (*dots)(const float *a, int64_t a_stride, int64_t count, const float *b, int64_t n,
+                 float *out, int64_t out_stride);
+    /* y = fma(a[k], x[k], y) for k = 0..count - 1 in this order: count axpys in one pass over y */
+    void (*axpys)(const float *a, const float *const *x, int64_t count, float *y, int64_t n);
     void (*scale)(float a, float *x, int64_t n);                        /* x = a * x */
     void (*add)(const float *x, float *y, int64_t n);                   /* y = y + x */
     void (*rmsnorm)(const float *x, const float *gain, float eps, int64_t n, float *y);

@@ -47,6 +47,10 @@ static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
     return (lanes){_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 
+static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed over */
+    return (lanes){_mm256_max_ps(x.low, most.low), _mm256_max_ps(x.high, most.high)};
+}
+
 static inline float lanes_fold(lanes a) {
     __m256 eight = _mm256_add_ps(a.low, a.high);
     __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -48,6 +48,10 @@ static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
     return _mm512_fmadd_ps(a, b, c);
 }
 
+static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed over */
+    return _mm512_max_ps(x, most);
+}
+
 static inline float lanes_fold(lanes a) {
     __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -31,6 +31,13 @@ static inline void lanes_store(float *p, lanes a) {
     memcpy(p, a.v, sizeof a.v);
 }
 
+static inline lanes lanes_splat(const float *p) {
+    lanes a;
+    for (int l = 0; l < CLB_LANES; l++)
+        a.v[l] = *p;
+    return a;
+}
+
 static inline lanes lanes_add(lanes a, lanes b) {
     for (int l = 0; l < CLB_LANES; l++)
         a.v[l] = a.v[l] + b.v[l];
@@ -41,6 +48,12 @@ static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
     for (int l = 0; l < CLB_LANES; l++)
         c.v[l] = __builtin_fmaf(a.v[l], b.v[l], c.v[l]);
     return c;
+}
+
+static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed over */
+    for (int l = 0; l < CLB_LANES; l++)
+        most.v[l] = x.v[l] > most.v[l] ? x.v[l] : most.v[l];
+    return most;
 }
 
 static inline float lanes_fold(lanes a) {
@@ -68,6 +81,37 @@ static inline float dot_lanes(const float *a, const float *b, int64_t n) {
     if (i < n)
         acc = lanes_fma_tail(a + i, b + i, n - i, acc);
     return lanes_fold(acc);
+}
+
+/* out[i] = dot(a + i * stride, b) for four i: they share the loads of b and hide each other's
+   latency; each keeps its own lanes. */
+static inline void dot_four(const float *a, int64_t stride, const float *b, int64_t n, float *out) {
+    lanes acc[4] = {lanes_zero(), lanes_zero(), lanes_zero(), lanes_zero()};
+    int64_t i = 0;
+    for (; i + CLB_LANES <= n; i += CLB_LANES) {
+        lanes shared = lanes_load(b + i);
+        acc[0] = lanes_fma(lanes_load(a + i), shared, acc[0]);
+        acc[1] = lanes_fma(lanes_load(a + stride + i), shared, acc[1]);
+        acc[2] = lanes_fma(lanes_load(a + 2 * stride + i), shared, acc[2]);
+        acc[3] = lanes_fma(lanes_load(a + 3 * stride + i), shared, acc[3]);
+    }
+    for (int k = 0; k < 4 && i < n; k++)
+        acc[k] = lanes_fma_tail(a + k * stride + i, b + i, n - i, acc[k]);
+    for (int k = 0; k < 4; k++)
+        out[k] = lanes_fold(acc[k]);
+}
+
+static inline void dots_all(const float *a, int64_t stride, int64_t count, const float *b,
+                            int64_t n, float *out, int64_t out_stride) {
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4) {
+        float four[4];
+        dot_four(a + i * stride, stride, b, n, four);
+        for (int k = 0; k < 4; k++)
+            out[(i + k) * out_stride] = four[k];
+    }
+    for (; i < count; i++)
+        out[i * out_stride] = dot_lanes(a + i * stride, b, n);
 }
 
 static inline float sum_lanes(const float *x, int64_t n) {
@@ -100,9 +144,11 @@ static inline float exp_one(float x) {
     int32_t power = (int32_t)(clb_float_bits(shifted) - 0x4b400000u), half = power >> 1;
     float low = clb_bits_float((uint32_t)(half + 127) << 23);
     float high = clb_bits_float((uint32_t)(power - half + 127) << 23);
-    float y = e * low * high;
-    y = x > 0x1.62e43p+6f ? __builtin_inff() : y;
-    return x < -0x1.5d589ep+6f ? 0.0f : y;
+    /* the ends by masks, because a choice between floats keeps compilers from making vectors */
+    uint32_t over = 0u - (uint32_t)(x > 0x1.62e43p+6f);
+    uint32_t under = 0u - (uint32_t)(x < -0x1.5d589ep+6f);
+    uint32_t y = (clb_float_bits(e * low * high) & ~over) | (0x7f800000u & over);
+    return clb_bits_float(y & ~under);
 }
 
 static inline float sigmoid_one(float x) {
@@ -125,18 +171,16 @@ static inline void swiglu_all(const float *gate, const float *up, int64_t n, flo
 static inline void softmax_all(float *x, int64_t n) {
     if (n <= 0)
         return;
-    float v[CLB_LANES];
-    for (int l = 0; l < CLB_LANES; l++)
-        v[l] = x[0];
+    lanes most = lanes_splat(x);
+    float v[CLB_LANES], max = x[0];
     int64_t whole = n / CLB_LANES * CLB_LANES;
     for (int64_t i = 0; i < whole; i += CLB_LANES)
-        for (int l = 0; l < CLB_LANES; l++)
-            v[l] = x[i + l] > v[l] ? x[i + l] : v[l];
-    for (int64_t i = whole; i < n; i++)
-        v[0] = x[i] > v[0] ? x[i] : v[0];
-    float max = v[0];
-    for (int l = 1; l < CLB_LANES; l++)
+        most = lanes_max(lanes_load(x + i), most);
+    lanes_store(v, most);
+    for (int l = 0; l < CLB_LANES; l++)
         max = v[l] > max ? v[l] : max;
+    for (int64_t i = whole; i < n; i++)
+        max = x[i] > max ? x[i] : max;
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         x[i] = exp_one(x[i] - max);
@@ -152,6 +196,27 @@ static inline void axpy_all(float a, const float *x, float *y, int64_t n) {
     CLB_EACH
     for (int64_t i = 0; i < n; i++)
         y[i] = __builtin_fmaf(a, x[i], y[i]);
+}
+
+/* One axpy after another, with 64 outputs at a time in registers. */
+static inline void axpys_all(const float *a, const float *const *x, int64_t count, float *y,
+                             int64_t n) {
+    int64_t i = 0;
+    for (; i + 4 * CLB_LANES <= n; i += 4 * CLB_LANES) {
+        lanes acc[4] = {lanes_load(y + i), lanes_load(y + i + 16), lanes_load(y + i + 32),
+                        lanes_load(y + i + 48)};
+        for (int64_t k = 0; k < count; k++) {
+            lanes factor = lanes_splat(a + k);
+            acc[0] = lanes_fma(factor, lanes_load(x[k] + i), acc[0]);
+            acc[1] = lanes_fma(factor, lanes_load(x[k] + i + 16), acc[1]);
+            acc[2] = lanes_fma(factor, lanes_load(x[k] + i + 32), acc[2]);
+            acc[3] = lanes_fma(factor, lanes_load(x[k] + i + 48), acc[3]);
+        }
+        for (int l = 0; l < 4; l++)
+            lanes_store(y + i + l * CLB_LANES, acc[l]);
+    }
+    for (int64_t k = 0; k < count; k++)
+        axpy_all(a[k], x[k] + i, y + i, n - i);
 }
 
 static inline void scale_all(float a, float *x, int64_t n) {
@@ -219,48 +284,68 @@ static inline void index_scores_all(const float *q, const float *weight, int64_t
                                     int64_t dim, const float *keys, int64_t first, int64_t last,
                                     float *out) {
     for (int64_t s = first; s < last; s++) {
-        float acc = 0;
-        for (int64_t m = 0; m < heads; m++) {
-            float d = relu_one(dot_lanes(q + m * dim, keys + s * dim, dim));
-            acc = __builtin_fmaf(weight[m], d, acc);
+        const float *key = keys + s * dim;
+        float acc = 0, four[4];
+        int64_t m = 0;
+        for (; m + 4 <= heads; m += 4) {
+            dot_four(q + m * dim, dim, key, dim, four);
+            for (int k = 0; k < 4; k++)
+                acc = __builtin_fmaf(weight[m + k], relu_one(four[k]), acc);
         }
+        for (; m < heads; m++)
+            acc = __builtin_fmaf(weight[m], relu_one(dot_lanes(q + m * dim, key, dim)), acc);
         out[s - first] = acc;
     }
 }
 
 /* ---- activations to int8 ------------------------------------------------------------------- */
 
-/* 64 inputs to integers of -127..127 in *rounded; returns their scale (absmax / 127). */
-static inline float quantize_block(const float *x, int32_t *rounded) {
-    const float magic = 0x1.8p23f;
+/* 64 inputs as integers of -127..127 in floats with `magic` added; returns absmax / 127. */
+static inline float quantize_block(const float *x, float *shifted) {
+    const float magic = 0x1.8p23f; /* adding it rounds to an integer, half to even */
     int32_t most = 0;
     for (int i = 0; i < CLB_BLOCK; i++) { /* as integers: no NaN slips through a comparison */
         int32_t bits = (int32_t)(clb_float_bits(x[i]) & 0x7fffffff);
         most = bits > most ? bits : most;
     }
     float absmax = clb_bits_float((uint32_t)most);
-    int usable = most < 0x7f800000 && absmax >= 0x1p-100f;
-    float inverse = usable ? 127.0f / absmax : 0.0f;
-    for (int i = 0; i < CLB_BLOCK; i++) {
-        float shifted = (usable ? x[i] : 0.0f) * inverse + magic;
-        rounded[i] = (int32_t)(clb_float_bits(shifted) - 0x4b400000u);
+    if (most >= 0x7f800000 || absmax < 0x1p-100f) {
+        for (int i = 0; i < CLB_BLOCK; i++)
+            shifted[i] = magic;
+        return most >= 0x7f800000 ? __builtin_nanf("") : 0.0f;
     }
-    if (most >= 0x7f800000)
-        return __builtin_nanf("");
-    return usable ? absmax / 127.0f : 0.0f;
+    float inverse = 127.0f / absmax;
+    for (int i = 0; i < CLB_BLOCK; i++)
+        shifted[i] = x[i] * inverse + magic;
+    return absmax / 127.0f;
+}
+
+/* The low byte of the bits of magic + q is q. */
+static inline void natural_bytes(const float *shifted, int8_t *q) {
+    for (int i = 0; i < CLB_BLOCK; i++)
+        q[i] = (int8_t)(clb_float_bits(shifted[i]) & 255);
+}
+
+static inline void even_odd_bytes(const float *shifted, int8_t *q) {
+    for (int i = 0; i < CLB_BLOCK / 2; i++) {
+        q[i] = (int8_t)(clb_float_bits(shifted[2 * i]) & 255);
+        q[i + CLB_BLOCK / 2] = (int8_t)(clb_float_bits(shifted[2 * i + 1]) & 255);
+    }
 }
 
 static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
-                         int32_t *start) {
-    int32_t offset = format == CLB_INT4 ? 8 : 128; /* int3 and int2 run as int8 */
+                                int32_t *start) {
+    const int32_t offset = format == CLB_INT4 ? 8 : 128; /* int3 and int2 run as int8 */
     for (int64_t b = 0; b * CLB_BLOCK < n; b++, q += CLB_BLOCK, start += CLB_LANES) {
-        float padded[CLB_BLOCK] = {0};
-        int32_t rounded[CLB_BLOCK];
-        int64_t count = n - b * CLB_BLOCK < CLB_BLOCK ? n - b * CLB_BLOCK : CLB_BLOCK;
-        memcpy(padded, x + b * CLB_BLOCK, (size_t)count * sizeof *x);
-        scale[b] = quantize_block(padded, rounded);
-        for (int i = 0; i < CLB_BLOCK; i++)
-            q[i] = (int8_t)rounded[format != CLB_INT4 ? i : i < 32 ? 2 * i : 2 * i - 63];
+        float padded[CLB_BLOCK] = {0}, shifted[CLB_BLOCK];
+        int64_t count = n - b * CLB_BLOCK;
+        if (count < CLB_BLOCK)
+            memcpy(padded, x + b * CLB_BLOCK, (size_t)count * sizeof *x);
+        scale[b] = quantize_block(count < CLB_BLOCK ? padded : x + b * CLB_BLOCK, shifted);
+        if (format == CLB_INT4)
+            even_odd_bytes(shifted, q);
+        else
+            natural_bytes(shifted, q);
         for (int l = 0; l < CLB_LANES; l++)
             start[l] = -offset * (q[4 * l] + q[4 * l + 1] + q[4 * l + 2] + q[4 * l + 3]);
     }
@@ -268,34 +353,73 @@ static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_
 
 /* ---- weights back to floats ---------------------------------------------------------------- */
 
-static inline void dequantize_row_all(const clb_matrix *w, int64_t row, float *out) {
-    const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t block_bytes = clb_block_bytes(w->format);
-    if (!block_bytes) {
-        for (int64_t i = 0; i < w->cols; i++)
-            out[i] = clb_float_at(w->format, data, i);
-        return;
+/* Elements [i, end) of an int8 or int4 row, under one scale; i is even. */
+static inline void dequantize_run(int32_t format, const uint8_t *data, int64_t i, int64_t end,
+                                  float scale, float *out) {
+    if (format == CLB_INT8) {
+        CLB_EACH
+        for (int64_t k = i; k < end; k++)
+            out[k] = (float)(int8_t)data[k] * scale;
+    } else {
+        CLB_EACH
+        for (int64_t k = i / 2; k < end / 2; k++) {
+            out[2 * k] = (float)((data[k] & 15) - 8) * scale;
+            out[2 * k + 1] = (float)((data[k] >> 4) - 8) * scale;
+        }
+        if (end % 2)
+            out[end - 1] = (float)((data[end / 2] & 15) - 8) * scale;
     }
-    for (int64_t b = 0; b * CLB_BLOCK < w->cols; b++) {
+}
+
+/* int3 and int2, whose scales cover whole blocks. */
+static inline void dequantize_blocks(const clb_matrix *w, int64_t row, float *out) {
+    const int64_t size = clb_block_bytes(w->format);
+    for (int64_t i = 0, at = 0; i < w->cols; i += CLB_BLOCK, at += size) {
+        int64_t left = w->row_bytes - at, count = w->cols - i;
         uint8_t bytes[CLB_BLOCK] = {0};
         int8_t values[CLB_BLOCK];
-        int64_t left = w->row_bytes - b * block_bytes;
-        memcpy(bytes, data + b * block_bytes, (size_t)(left < block_bytes ? left : block_bytes));
+        memcpy(bytes, w->data + row * w->row_bytes + at, (size_t)(left < size ? left : size));
         clb_unpack(w->format, bytes, values);
-        int64_t count = w->cols - b * CLB_BLOCK < CLB_BLOCK ? w->cols - b * CLB_BLOCK : CLB_BLOCK;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t k = w->format != CLB_INT4 ? i : i / 2 + i % 2 * 32;
-            float scale = clb_scale_of_input(w, row, b * CLB_BLOCK + i);
-            out[b * CLB_BLOCK + i] = (float)values[k] * scale;
-        }
+        float scale = clb_scale_of_input(w, row, i);
+        for (int64_t k = 0; k < CLB_BLOCK && k < count; k++)
+            out[i + k] = (float)values[k] * scale;
     }
+}
+
+static inline void dequantize_floats(const clb_matrix *w, const uint8_t *data, float *out) {
+    if (w->format == CLB_F32) {
+        memcpy(out, data, (size_t)w->cols * sizeof *out);
+    } else if (w->format == CLB_BF16) {
+        CLB_EACH
+        for (int64_t i = 0; i < w->cols; i++)
+            out[i] = clb_bf16_float(clb_load_u16(data + 2 * i));
+    } else {
+        CLB_EACH
+        for (int64_t i = 0; i < w->cols; i++)
+            out[i] = clb_f16_float(clb_load_u16(data + 2 * i));
+    }
+}
+
+static inline void dequantize_row_all(const clb_matrix *w, int64_t row, float *out) {
+    const uint8_t *data = w->data + row * w->row_bytes;
+    int64_t group = w->group ? w->group : w->cols;
+    if (w->format <= CLB_F16)
+        dequantize_floats(w, data, out);
+    else if (w->format >= CLB_INT3)
+        dequantize_blocks(w, row, out);
+    else
+        for (int64_t i = 0; i < w->cols; i += group) {
+            int64_t end = i + group < w->cols ? i + group : w->cols;
+            dequantize_run(w->format, data, i, end, clb_scale_at(w, row, i / group), out);
+        }
 }
 
 /* The entries of a table that are the same code for every instruction set. */
 #define CLB_NUMERICS_ENTRIES                                                                       \
     .quantize = quantize_all, .dequantize_row = dequantize_row_all, .dot = dot_lanes,              \
-    .axpy = axpy_all, .scale = scale_all, .add = add_all, .rmsnorm = rmsnorm_all,                  \
-    .layernorm = layernorm_all, .softmax = softmax_all, .sigmoid = sigmoid_all,                    \
-    .swiglu = swiglu_all, .rope = rope_all, .index_scores = index_scores_all
+    .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
+    .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,                    \
+    .sigmoid = sigmoid_all, .swiglu = swiglu_all, .rope = rope_all,                                \
+    .index_scores = index_scores_all
 
 #endif

@@ -64,6 +64,11 @@ static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
     return a;
 }
 
+static inline __m512 _mm512_max_ps(__m512 a, __m512 b) {
+    EACH(16) a.f[i] = a.f[i] > b.f[i] ? a.f[i] : b.f[i];
+    return a;
+}
+
 static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
     EACH(16) c.f[i] = fmaf(a.f[i], b.f[i], c.f[i]);
     return c;

@@ -249,10 +249,10 @@ static void check_quantize(const clb_kernels *t, const float *x, int64_t n) {
     }
 }
 
-enum { FUNCTIONS = 11 };
+enum { FUNCTIONS = 13 };
 static const char *const function_names[FUNCTIONS] = {
     "dot", "axpy", "scale", "add", "rmsnorm", "layernorm", "softmax", "sigmoid", "swiglu", "rope",
-    "index_scores"};
+    "index_scores", "dots", "axpys"};
 
 /* out [n + 1]: what function number f makes of a, b, c [n] each. */
 static void apply(const clb_kernels *t, int f, const float *a, const float *b, const float *c,
@@ -270,8 +270,14 @@ static void apply(const clb_kernels *t, int f, const float *a, const float *b, c
     case 7: t->sigmoid(out, n, out); break; /* in place */
     case 8: t->swiglu(a, b, n, out); break;
     case 9: t->rope(out, b, n / 2); break;
-    default: /* three heads and up to three keys of n / 3 */
-        t->index_scores(a, b, 3, n / 3, c, n / 3 ? 1 : 0, n / 3 ? 3 : 0, out);
+    case 10: /* five heads, three keys */
+        t->index_scores(a, b, 5, n / 5, c, 1, n / 5 ? 4 : 1, out);
+        break;
+    case 11: t->dots(a, n / 7, 7, b, n / 7, out, n / 7 ? 1 : 0); break;
+    default: { /* both vectors, shifted, as seven of half the length */
+        const float *x[7] = {b, c, b + 1, c + 1, b + 2, c + 2, b};
+        t->axpys(c, x, n > 7 ? 7 : 0, out, n / 2);
+    }
     }
 }
 
