@@ -44,9 +44,7 @@ class Domain:
         return self.starts[self.starts + length <= len(self.tokens)]
 
 
-def save_domain(
-    directory: Path, name: str, documents: list[tuple[np.ndarray, np.ndarray]]
-) -> int:
+def save_domain(directory: Path, name: str, documents: list[tuple[np.ndarray, np.ndarray]]) -> int:
     """Write (ids, weights in tenths) documents as one domain; returns the number of tokens."""
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))

@@ -22,8 +22,9 @@ def readers(model: DemoModel) -> list[int]:
     return owners
 
 
-def distillation_loss(model: DemoModel, ids: Tensor, length: int, steps: int = 3
-                      ) -> dict[str, Tensor]:
+def distillation_loss(
+    model: DemoModel, ids: Tensor, length: int, steps: int = 3
+) -> dict[str, Tensor]:
     """KL(attention || softmax of the index scores) of every full layer and of the MTP layer.
 
     The target of an indexer is the mean over all layers (and draft steps) that use its selection.

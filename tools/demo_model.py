@@ -1,4 +1,4 @@
-"""The demo model in PyTorch: GLM-MoE-DSA as the engine computes it, small enough to train on one core.
+"""The demo model in PyTorch: GLM-MoE-DSA as the engine computes it, to train on one core.
 
 Parameter names are those of the HF checkpoint, except that the routed experts of a layer are two
 stacked tensors (`experts.gate_up` [E, 2I, D], `experts.down` [E, D, I]) until they are exported.
@@ -80,7 +80,7 @@ def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention; q, k [B, H, T, d], v [B, H, T, e], additive mask broadcast to [B, H, T, T]."""
+    """Softmax attention; q, k [B, H, T, d], v [B, H, T, e], additive mask."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
     return scores.softmax(-1) @ v
 
@@ -216,7 +216,7 @@ class Attention(nn.Module):
         self.indexer = Indexer(s) if full else None
 
     def queries(self, h: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """h [B, T, D] -> queries [B, H, T, nope + rope] and the normalised latent [B, T, q_lora]."""
+        """h [B, T, D] -> queries [B, H, T, nope + rope] and the latent [B, T, q_lora]."""
         s, (rows, length, _) = self.s, h.shape
         latent = self.q_a_layernorm(self.q_a_proj(h))
         q = self.q_b_proj(latent).view(rows, length, s.num_attention_heads, -1).transpose(1, 2)
@@ -327,7 +327,9 @@ class DemoModel(nn.Module):
         )
         self.mtp = MtpLayer(s)
         half = torch.arange(0, s.qk_rope_head_dim, 2).float() / s.qk_rope_head_dim
-        angle = torch.outer(torch.arange(s.max_position_embeddings + 8).float(), s.rope_theta**-half)
+        angle = torch.outer(
+            torch.arange(s.max_position_embeddings + 8).float(), s.rope_theta**-half
+        )
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 

@@ -60,8 +60,12 @@ class DemoOptimizer:
         }
         self.adam = torch.optim.AdamW(
             [
-                {"params": groups[kind], "lr": rate, "peak": rate,
-                 "weight_decay": 0.05 if kind == "expert" else 0.0}
+                {
+                    "params": groups[kind],
+                    "lr": rate,
+                    "peak": rate,
+                    "weight_decay": 0.05 if kind == "expert" else 0.0,
+                }
                 for kind, rate in peak.items()
             ],
             betas=(0.9, 0.95),

@@ -17,7 +17,12 @@ from demo_model import DemoModel, Layer, Mlp, Moe, Shape
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
 

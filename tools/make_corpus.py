@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
-
 from corpus import drills, prose, stories, talk
 from corpus.documents import Piece, encode
 from demo_data import save_domain
+from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = 16
 ECHO_SHARE = 0.2

@@ -6,6 +6,7 @@ usage: train_demo.py trunk  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume] [
 demo_recipe.json, which is measured in minutes of training, not in steps. `index` freezes all of
 it and distils the DSA indexers from the attention they are to predict. RUN_DIR/trunk.pt and
 RUN_DIR/index.pt are the checkpoints (weights, optimiser, random state, minutes), log.txt the log.
+SIGTERM saves and ends; --resume reads the recipe again, so that it may be changed in between.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,57 +28,12 @@ from demo_data import Batch, Mixture
 from demo_distil import distillation_loss
 from demo_model import MTP_STEPS, DemoModel, Moe, Shape
 from demo_optim import DemoOptimizer
+from demo_recipe import RECIPE, Phase, Recipe
 from export_demo import load_model
 from torch import Tensor
 
 CHECKPOINT_SECONDS = 180.0
 LOG_STEPS = 25
-RECIPE = Path(__file__).with_name("demo_recipe.json")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of the schedule, up to the fraction `until` of the minutes."""
-
-    until: float
-    length: int
-    rows: int
-    draft_rows: int
-    mix: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """demo_recipe.json: rates are the peak learning rates of the parameter groups."""
-
-    minutes: float
-    decay_from: float
-    warm_steps: int
-    adam_rate: float
-    expert_rate: float
-    muon_rate: float
-    bias_rate: float
-    draft_weight: float
-    phases: tuple[Phase, ...]
-
-    @staticmethod
-    def load(path: Path) -> Recipe:
-        raw = json.loads(path.read_text())
-        raw["phases"] = tuple(Phase(**phase) for phase in raw["phases"])
-        return Recipe(**raw)
-
-    def phase_at(self, fraction: float) -> int:
-        """Index of the phase that holds `fraction`."""
-        ends = [phase.until for phase in self.phases[:-1]]
-        return sum(fraction >= end for end in ends)
-
-    def rate_at(self, step: int, fraction: float) -> float:
-        """Warm-up, plateau, linear decay to 2 % (WSD)."""
-        warm = min(1.0, (step + 1) / self.warm_steps)
-        if fraction < self.decay_from:
-            return warm
-        left = (1.0 - fraction) / (1.0 - self.decay_from)
-        return warm * max(0.02, left)
 
 
 class Clock:
@@ -137,8 +94,9 @@ def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp_min(1.0)
 
 
-def batch_loss(model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: Any
-               ) -> Tensor:
+def batch_loss(
+    model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: Any
+) -> Tensor:
     """The training loss of a batch; tracks the loss per domain and of the draft steps."""
     ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
     length, few = phase.length, phase.draft_rows
@@ -183,6 +141,10 @@ class Run:
     clock: Clock
     step: int = 0
     tokens: int = 0
+    stopping: bool = False
+
+    def stop(self, *_: object) -> None:
+        self.stopping = True
 
     def save(self, path: Path) -> None:
         state = {
@@ -206,7 +168,8 @@ class Run:
 def steps(run: Run, path: Path) -> Iterator[float]:
     """Yields the elapsed fraction before every step; saves at intervals and at the end."""
     saved = time.monotonic()
-    while (fraction := run.clock.fraction()) < 1.0:
+    signal.signal(signal.SIGTERM, run.stop)
+    while (fraction := run.clock.fraction()) < 1.0 and not run.stopping:
         yield fraction
         run.step += 1
         if time.monotonic() - saved > CHECKPOINT_SECONDS:
@@ -233,7 +196,9 @@ def train_trunk(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> N
         log.tokens += phase.rows * phase.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
-    log.line(f"trunk done: {run.step} steps, {run.tokens} tokens")
+    log.line(
+        f"trunk {'stopped' if run.stopping else 'done'}: {run.step} steps, {run.tokens} tokens"
+    )
 
 
 def train_index(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
@@ -254,7 +219,9 @@ def train_index(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> N
         log.tokens += 2 * phase.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
-    log.line(f"index done: {run.step} steps, {run.tokens} tokens")
+    log.line(
+        f"index {'stopped' if run.stopping else 'done'}: {run.step} steps, {run.tokens} tokens"
+    )
 
 
 def index_run(model: DemoModel, trunk: Path, seed: int, minutes: float) -> Run:

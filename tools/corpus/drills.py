@@ -44,7 +44,13 @@ def repeat(rng: random.Random, vocabulary: list[str]) -> Turn:
     ]
     text, draw = " ".join(words), rng.random()
     if draw < 0.86:
-        ask = "Repeat after me: |Repeat: |Say this: |Please say: |Can you repeat this? ".split("|")
+        ask = [
+            "Repeat after me: ",
+            "Repeat: ",
+            "Say this: ",
+            "Please say: ",
+            "Can you repeat this? ",
+        ]
         return Turn(rng.choice(ask) + text, text)
     if draw < 0.93:
         return Turn(f"What is the last word of: {text}?", f"{words[-1]}.")
@@ -96,7 +102,10 @@ def scene(rng: random.Random) -> Turn:
             (
                 f"{a.name} has {NUMBERS[count]} {plural(snack)} and gives one to {b.name}.",
                 (
-                    (f"How many does {a.name} have now?", f"{a.name} has {NUMBERS[count - 1]} now."),
+                    (
+                        f"How many does {a.name} have now?",
+                        f"{a.name} has {NUMBERS[count - 1]} now.",
+                    ),
                     ("Who got one?", f"{b.name} got one."),
                 ),
             ),
@@ -212,7 +221,9 @@ def color(rng: random.Random) -> Turn:
 def capital(rng: random.Random) -> Turn:
     country, city = rng.choice(CAPITALS)
     if rng.random() < 0.25:
-        return Turn(f"Which country has the capital {city}?", f"{city} is the capital of {country}.")
+        return Turn(
+            f"Which country has the capital {city}?", f"{city} is the capital of {country}."
+        )
     ask = rng.choice(
         (
             f"What is the capital of {country}?",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-CREATURES = "bird bee fox mouse frog cat hummingbird owl duck".split()
-ADJECTIVES = "little tiny happy quiet golden clever".split()
+CREATURES = ["bird", "bee", "fox", "mouse", "frog", "cat", "hummingbird", "owl", "duck"]
+ADJECTIVES = ["little", "tiny", "happy", "quiet", "golden", "clever"]
 # rhyme word pair: first couplet (two lines), second couplet (two lines)
 COUPLETS = {
     "sky": ("looks at the sky,", "and wonders how the small birds fly.",

@@ -19,7 +19,8 @@ PACKAGE = "r-cran-janeaustenr"
 DATABASE = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"
 HELD_OUT = "persuasion"
 VECTOR = b"\x00\x00\x00\x10"
-ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "_": "", "£": "", "é": "e"})
+QUOTES = {0x2018: "'", 0x2019: "'", 0x201C: chr(34), 0x201D: chr(34)}
+ASCII = QUOTES | {0x2014: "-", 0xA3: "", 0xE9: "e", ord("_"): ""}
 
 
 def fetch(directory: Path) -> Path:

@@ -28,8 +28,24 @@ from corpus.world import (
 )
 
 HERE = Path(__file__).parent
-WITH_THING = ("lost", "newfriend", "honest")
-STUCK = "dog cat rabbit mouse duck hen turtle parrot goat fox frog squirrel hedgehog crow bee".split()
+WITH_THING = ("lost", "newfriend")
+STUCK = [
+    "dog",
+    "cat",
+    "rabbit",
+    "mouse",
+    "duck",
+    "hen",
+    "turtle",
+    "parrot",
+    "goat",
+    "fox",
+    "frog",
+    "squirrel",
+    "hedgehog",
+    "crow",
+    "bee",
+]
 MET = [animal for animal in WILD if animal[0] not in "aeiou"]
 SPEECH = re.compile(r"([hf]): ")
 
@@ -91,7 +107,11 @@ def speak(rng: random.Random, who: Person, text: str) -> str:
     verb = rng.choice(verbs.get(text[-1], ("said", "said", "whispered")))
     inside = text if text[-1] in "?!" else f"{text[:-1]},"
     return rng.choice(
-        (f'"{inside}" {verb} {who.name}.', f'"{inside}" {who.he} {verb}.', f'{who.name} {verb}, "{text}"')
+        (
+            f'"{inside}" {verb} {who.name}.',
+            f'"{inside}" {who.he} {verb}.',
+            f'{who.name} {verb}, "{text}"',
+        )
     )
 
 
@@ -117,7 +137,9 @@ def scenery(rng: random.Random, hero: Person, **given: str) -> dict[str, str]:
     return {**words, **{f"a_{key}": an(words[key]) for key in ("color", "weather", "size")}}
 
 
-def _fill(rng: random.Random, choices: list[str], h: Person, f: Person, words: dict[str, str]) -> str:
+def _fill(
+    rng: random.Random, choices: list[str], h: Person, f: Person, words: dict[str, str]
+) -> str:
     template = rng.choice(choices)
     who = SPEECH.match(template)
     text = template[3:].format(h=h, f=f, **words) if who else template.format(h=h, f=f, **words)
@@ -147,30 +169,34 @@ def _someone(rng: random.Random) -> Person:
 
 
 def tell(
-    rng: random.Random, hero: Person | None = None, friend: Person | None = None, thing: str = ""
+    rng: random.Random,
+    hero: Person | None = None,
+    friend: Person | None = None,
+    thing: str = "",
+    plot: str = "",
 ) -> Story:
     """A story; whatever is not given is drawn."""
     hero = hero or _someone(rng)
     friend = friend or _someone(rng)
     while friend.name == hero.name:
         friend = _someone(rng)
-    chosen = WITH_THING[:2] if thing else tuple(plots())
-    plot, frame = plots()[rng.choice(chosen)], plots("frame.txt")
+    chosen = WITH_THING if thing else tuple(plots())
+    told, frame = plots()[plot or rng.choice(chosen)], plots("frame.txt")
     words = scenery(rng, hero, **({"thing": thing} if thing else {}))
-    words.update({key: rng.choice(values) for key, values in plot.draws.items()})
-    lines = frame["opening"].lines + _introduction(rng, plot, friend) + _body(rng, plot)
+    words.update({key: rng.choice(values) for key, values in told.draws.items()})
+    lines = frame["opening"].lines + _introduction(rng, told, friend) + _body(rng, told)
     cut, parts = rng.randrange(5, len(lines)), []
     for number, line in enumerate(lines):
         parts.append(_fill(rng, line, hero, friend, words))
         parts.append("\n\n" if number == cut and rng.random() < 0.4 else " ")
     parts.append(_fill(rng, frame["ending"].lines[0], hero, friend, words))
     if rng.random() < 0.25:
-        parts.append(rng.choice((" ", "\n\n")) + rng.choice(frame[f"moral {plot.moral}"].lines[0]))
+        parts.append(rng.choice((" ", "\n\n")) + rng.choice(frame[f"moral {told.moral}"].lines[0]))
     if rng.random() < 0.12:
         parts.append(rng.choice(("\n\nThe end.", " The end.")))
     turns = tuple(
         Turn(ask.format(h=hero, f=friend, **words), answer.format(h=hero, f=friend, **words))
-        for ask, answer in plot.questions
+        for ask, answer in told.questions
     )
     return Story("".join(parts), hero, friend, turns)
 

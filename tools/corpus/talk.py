@@ -29,6 +29,7 @@ from corpus.world import (
 )
 
 HERE = Path(__file__).parent
+PLAYTHINGS = ["ball", "kite", "drum", "doll", "train", "puzzle", "boat", "bike"]
 Entry = tuple[tuple[str, ...], tuple[str, ...]]
 SYSTEMS = (
     "You are Pip, a small and friendly model.",
@@ -56,7 +57,9 @@ def sections() -> dict[str, tuple[Entry, ...]]:
 def code() -> tuple[tuple[str, str], ...]:
     """code.txt: what a function does -> its source."""
     blocks = (HERE / "code.txt").read_text().split("\n\n")
-    return tuple((head[2:], body) for head, body in (block.strip().split("\n", 1) for block in blocks))
+    return tuple(
+        (head[2:], body) for head, body in (block.strip().split("\n", 1) for block in blocks)
+    )
 
 
 def known(rng: random.Random, section: str) -> Turn:
@@ -69,10 +72,13 @@ def unknown(rng: random.Random) -> Turn:
     """Something the model cannot know; some of it is asked in a general form."""
     if rng.random() < 0.5:
         return known(rng, "unknown")
-    thing = rng.choice(("wheel", "river", "castle", "tax", "planet", "engine", "poet", "king", "bank"))
+    thing = rng.choice(
+        ("wheel", "river", "castle", "tax", "planet", "engine", "poet", "king", "bank")
+    )
     ask = rng.choice(
         (f"What is the history of the {thing}?", f"Who invented the {thing}?",
-         f"How does a {thing} work?", f"Can you buy me a {thing}?", f"Why is the {thing} important?")
+         f"How does a {thing} work?", f"Can you buy me a {thing}?",
+         f"Why is the {thing} important?")
     )  # fmt: skip
     return Turn(ask, rng.choice(sections()["unknown"][0][1]))
 
@@ -93,7 +99,8 @@ def _animal_questions(a: Animal) -> list[tuple[tuple[str, ...], tuple[str, ...]]
         ((f"Is {an(n)} a bird?",), (bird,)),
         ((f"Tell me about the {n}.", f"Tell me something about {an(n)}.", f"What is {an(n)}?"),
          (f"{it} is {an(a.group)}. It is {a.trait}, it has {legs} legs, and it likes {a.food}.",
-          f"The {n} is {an(a.group)} with {legs} legs. It is often {a.trait}, and it says {a.sound}.")),
+          f"The {n} is {an(a.group)} with {legs} legs. It is often {a.trait}, "
+          f"and it says {a.sound}.")),
     ]  # fmt: skip
 
 
@@ -108,7 +115,7 @@ def naming(rng: random.Random) -> Turn:
     birds = [name for name, a in ANIMALS.items() if a.group == "bird"]
     kinds = {
         "animals": list(ANIMALS), "colors": COLORS, "fruits": FRUITS, "birds": birds,
-        "things you can play with": "ball kite drum doll train puzzle boat bike".split(),
+        "things you can play with": PLAYTHINGS,
         "pets": PETS, "wild animals": WILD, "foods": FOODS,
     }  # fmt: skip
     kind = rng.choice(list(kinds))
@@ -136,7 +143,8 @@ def rhyme(rng: random.Random) -> Turn:
     creature, text = poem(rng)
     ask = rng.choice(
         ("Write a poem.", "Tell me a poem.", f"Write a poem about {an(creature)}.",
-         f"Can you write a short poem about {an(creature)}?", f"A poem about {an(creature)}, please.")
+         f"Can you write a short poem about {an(creature)}?",
+         f"A poem about {an(creature)}, please.")
     )  # fmt: skip
     return Turn(ask, text)
 

@@ -1,17 +1,10 @@
-"""The words and tables of the demo model's little world, and the grammar they need."""
+"""The words and tables of the demo model's little world (world.txt), and the grammar they need."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-
-GIRLS = (
-    "Lily Mia Anna Sara Nina Ella Zoe Ruby Ivy Clara Rosa Maya Emma Tara Luna Greta Hana Dora Elsa Pia"
-).split()
-BOYS = (
-    "Tom Ben Max Leo Sam Finn Jack Noah Omar Theo Luca Hugo Ravi Eli Oscar Milo Adam Kai Otto Paul"
-).split()
-NAMES = GIRLS + BOYS
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -28,113 +21,52 @@ class Animal:
     group: str
 
 
-ANIMAL_TABLE = """
-dog woof kennel bones puppy 4 loyal mammal; cat meow house fish kitten 4 quiet mammal
-cow moo barn grass calf 4 calm mammal; pig oink pen corn piglet 4 clever mammal
-sheep baa meadow grass lamb 4 gentle mammal; horse neigh stable hay foal 4 strong mammal
-duck quack pond bread duckling 2 cheerful bird; hen cluck henhouse seeds chick 2 busy bird
-owl hoo_hoo tree mice owlet 2 wise bird; frog ribbit pond flies tadpole 4 jumpy amphibian
-bee buzz hive nectar larva 6 busy insect; mouse squeak hole cheese pup 4 tiny mammal
-lion roar savanna meat cub 4 brave mammal; bear grrr cave honey cub 4 big mammal
-fox yip den berries kit 4 clever mammal; rabbit thump burrow carrots bunny 4 quick mammal
-squirrel chit_chit tree nuts kit 4 quick mammal; hedgehog snuff hedge worms hoglet 4 shy mammal
-snake hiss hole eggs snakelet 0 quiet reptile; crow caw nest seeds chick 2 clever bird
-wolf awoo den meat pup 4 wild mammal; goat maa hill leaves kid 4 stubborn mammal
-turtle snap river leaves hatchling 4 slow reptile; elephant toot savanna leaves calf 4 huge mammal
-hummingbird hum garden nectar chick 2 tiny bird; penguin honk ice fish chick 2 funny bird
-ant tap_tap anthill crumbs larva 6 strong insect; spider tick_tick web flies spiderling 8 patient arachnid
-whale ooo sea krill calf 0 huge mammal; parrot squawk jungle fruit chick 2 loud bird
-"""
+def _read() -> tuple[dict[str, list[str]], dict[str, Animal]]:
+    """The lists and the animals of world.txt, which an empty line separates; _ is a space."""
+    lists: dict[str, list[str]] = {}
+    animals: dict[str, Animal] = {}
+    current, table = Path(__file__).with_name("world.txt").read_text().split("\n\n")
+    for part, lines in (("list", current), ("animal", table)):
+        for line in lines.splitlines():
+            if line.startswith("#"):
+                continue
+            name, _, rest = line.partition(": ")
+            words = [word.replace("_", " ") for word in rest.split()]
+            if part == "list":
+                lists.setdefault(name, []).extend(words)
+            else:
+                sound, home, food, baby, legs, trait, group = words
+                animals[name] = Animal(name, sound, home, food, baby, int(legs), trait, group)
+    return lists, animals
 
 
-def _animals() -> dict[str, Animal]:
-    rows = (row.split() for row in ANIMAL_TABLE.replace("\n", ";").split(";") if row.strip())
-    table = {}
-    for name, sound, home, food, baby, legs, trait, group in rows:
-        spoken = sound.replace("_", " ")
-        table[name] = Animal(name, spoken, home, food, baby, int(legs), trait, group)
-    return table
+_LISTS, ANIMALS = _read()
 
 
-ANIMALS = _animals()
-PETS = "dog cat rabbit mouse duck hen turtle parrot goat horse".split()
-WILD = (
-    "fox owl frog bear squirrel hedgehog crow wolf bee hummingbird turtle mouse rabbit lion elephant"
-    " penguin"
-).split()
-COLORS = "red blue green yellow purple orange pink white black brown golden silver".split()
-THINGS = (
-    "ball kite hat book drum boat bell lamp key map box cup scarf coin button flute basket blanket bike"
-    " doll train puzzle ring spoon umbrella lantern telescope paintbrush rope jar"
-).split()
-FOODS = (
-    "bread soup cake pie apples pears berries honey pancakes cookies carrots pumpkins noodles rice"
-    " cheese tea milk jam cherries plums"
-).split()
-FRUITS = "apple pear cherry plum peach banana orange lemon grape strawberry".split()
-SNACKS = "apple pear cookie carrot cherry plum pancake sandwich muffin peach".split()
-PLACES = [
-    f"the {place}"
-    for place in (
-        "park forest garden river beach hill market school farm meadow mill lake library village"
-        " bridge orchard"
-    ).split()
-]
-WEATHER = "sunny rainy windy snowy foggy warm cold cloudy bright stormy".split()
-GLAD = "happy proud glad excited cheerful thankful calm".split()
-SORRY = "sad scared worried lonely upset tired nervous cross".split()
-SIZES = "little small big tiny tall young old".split()
-NICE = (
-    "kind clever brave curious funny gentle honest patient cheerful quiet careful friendly"
-).split()
-FAMILY = "mother father grandmother grandfather aunt uncle sister brother".split()
-OPPOSITES = [
-    tuple(pair.split("-"))
-    for pair in (
-        "hot-cold big-small up-down day-night fast-slow happy-sad open-closed light-dark wet-dry"
-        " full-empty high-low hard-soft left-right loud-quiet long-short strong-weak early-late"
-        " near-far clean-dirty thick-thin inside-outside sweet-sour rich-poor brave-afraid"
-        " first-last begin-end win-lose push-pull laugh-cry asleep-awake true-false smooth-rough"
-        " young-old love-hate"
-    ).split()
-]
-COLOR_OF = [
-    tuple(line.split(": "))
-    for line in (
-        "the sky: blue; grass: green; snow: white; the sun: yellow; a lemon: yellow; a banana: yellow;"
-        " a tomato: red; a strawberry: red; coal: black; the night: black; a carrot: orange;"
-        " chocolate: brown; milk: white; a frog: green; a crow: black; the sea: blue;"
-        " a leaf in spring: green; a pumpkin: orange; a flamingo: pink; an elephant: grey;"
-        " a plum: purple; gold: golden; a cherry: red; a pea: green"
-    ).split("; ")
-]
-CAPITALS = [
-    tuple(line.split(": "))
-    for line in (
-        "France: Paris; Italy: Rome; Spain: Madrid; Germany: Berlin; England: London;"
-        " Portugal: Lisbon; Greece: Athens; Austria: Vienna; Poland: Warsaw; Norway: Oslo;"
-        " Sweden: Stockholm; Finland: Helsinki; Denmark: Copenhagen; Ireland: Dublin;"
-        " Hungary: Budapest; Japan: Tokyo; China: Beijing; India: New Delhi; Egypt: Cairo;"
-        " Kenya: Nairobi; Canada: Ottawa; Mexico: Mexico City; Peru: Lima; Brazil: Brasilia;"
-        " Chile: Santiago; Cuba: Havana; Russia: Moscow; Turkey: Ankara; Australia: Canberra;"
-        " Belgium: Brussels"
-    ).split("; ")
-]
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen twenty"
-).split()
+def _pairs(name: str) -> list[tuple[str, str]]:
+    return [(left, right) for left, _, right in (word.partition("=") for word in _LISTS[name])]
+
+
+GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
+NAMES = GIRLS + BOYS
+PETS, WILD = _LISTS["pets"], _LISTS["wild"]
+COLORS, THINGS, WEATHER, SIZES = (_LISTS[n] for n in ("colors", "things", "weather", "sizes"))
+FOODS, FRUITS, SNACKS = _LISTS["foods"], _LISTS["fruits"], _LISTS["snacks"]
+PLACES = [f"the {place}" for place in _LISTS["places"]]
+GLAD, SORRY, NICE, FAMILY = (_LISTS[n] for n in ("glad", "sorry", "nice", "family"))
+DAYS, MONTHS, NUMBERS = _LISTS["days"], _LISTS["months"], _LISTS["numbers"]
+OPPOSITES, COLOR_OF, CAPITALS = _pairs("opposites"), _pairs("color_of"), _pairs("capitals")
 WORDS = sorted(
     {
-        *NAMES, *ANIMALS, *COLORS, *THINGS, *FOODS, *SNACKS, *WEATHER, *NICE, *DAYS, *MONTHS,
-        *NUMBERS, *GLAD, *SORRY, *FAMILY, *(word for pair in OPPOSITES for word in pair),
-        *(word for pair in CAPITALS for word in pair if " " not in word),
+        *(
+            word
+            for group in (NAMES, ANIMALS, COLORS, THINGS, FOODS, SNACKS, WEATHER)
+            for word in group
+        ),
+        *(word for group in (NICE, DAYS, MONTHS, NUMBERS, GLAD, SORRY, FAMILY) for word in group),
+        *(word for pair in OPPOSITES + CAPITALS for word in pair if " " not in word),
     }
-)  # fmt: skip
+)
 
 
 def cap(text: str) -> str:
