@@ -18,6 +18,7 @@ int32_t clb_mtp_rewind(clb_session *s, int64_t length, clb_error *error) {
     if (length < 0 || length > s->mtp_length)
         return clb_fail(error, CLB_INVALID, "cannot rewind the MTP cache from %lld to %lld",
                         (long long)s->mtp_length, (long long)length);
+    if (length < s->mtp_length) s->mtp_seed.count = 0;
     s->mtp_length = length;
     return CLB_OK;
 }
@@ -66,10 +67,12 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
     if (!code) code = clb_check_ids(s, next, n, error);
     if (code) return code;
     clb_rows rows = {.n = n, .position = s->mtp_length, .cache_row = s->mtp_length};
+    s->mtp_seed.count = 0; /* drafting from an older row would be wrong */
     join(s, hidden, next, &rows);
     clb_write_keys(s, &m->layers[m->config.layers], m->config.layers, &rows);
     if (logits || draft_hidden) { /* only the last row is ever asked for its output */
-        clb_rows last = {.n = 1, .position = rows.position + n - 1, .cache_row = rows.cache_row + n - 1};
+        clb_rows last = {.n = 1, .position = rows.position + n - 1,
+                         .cache_row = rows.cache_row + n - 1};
         memmove(s->x, s->x + (n - 1) * width, (size_t)width * sizeof *s->x);
         clb_set_angles(s, &last);
         clb_attention_input(s, &m->layers[m->config.layers], 1);
