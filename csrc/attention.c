@@ -4,7 +4,11 @@
 #include <string.h>
 #include "core.h"
 
-enum { HEAD_GROUP = 8 }; /* heads that share one walk over the keys: 8 queries stay in L1 */
+enum {
+    HEAD_GROUP = 8, /* heads that share one walk over the keys: their queries stay in L1 */
+    KEY_TILE = 32,  /* keys all heads of a group visit together: they stay in L2 */
+    ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
+};
 
 typedef struct attention_job {
     clb_session *s;
@@ -14,7 +18,7 @@ typedef struct attention_job {
     const clb_rows *rows;
 } attention_job;
 
-/* ---- keys --------------------------------------------------------------------------------- */
+/* ---- keys ----------------------------------------------------------------------------------- */
 
 static void finish_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
@@ -39,35 +43,69 @@ void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, cons
     if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(s, layer, number, rows);
 }
 
-/* ---- queries into the latent space ----------------------------------------------------------- */
+/* ---- queries into the latent space ---------------------------------------------------------- */
 
-/* absorbed[r][h] = [sum over nope rows of kv_b, in order | roped query], heads [begin, end). */
-static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    attention_job *job = arg;
+/* Rows [first, first + n) of kv_b as floats, n <= ROW_TILE: [n][kv_lora]. */
+static void dequantize_rows(const attention_job *job, int64_t first, int64_t n, float *out) {
+    const clb_matrix *w = &job->layer->w[CLB_KV_B];
+    for (int64_t i = 0; i < n; i++)
+        job->s->model->kernels->dequantize_row(w, first + i, out + i * w->cols);
+}
+
+/* absorbed[r][h] = [sum over nope rows of kv_b, in order | roped query], for one head. */
+static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
     int64_t width = c->kv_lora + c->rope, head = c->nope + c->rope;
-    float *row = clb_thread_scratch(s, thread);
-    for (int64_t h = begin; h < end; h++) {
-        for (int64_t r = 0; r < job->n; r++) {
-            float *out = s->absorbed + (r * c->heads + h) * width;
-            const float *query = s->query + ((job->first + r) * c->heads + h) * head;
-            memset(out, 0, (size_t)c->kv_lora * sizeof *out);
-            memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
-        }
-        for (int64_t i = 0; i < c->nope; i++) {
-            k->dequantize_row(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, row);
-            for (int64_t r = 0; r < job->n; r++)
-                k->axpy(s->query[((job->first + r) * c->heads + h) * head + i], row,
-                        s->absorbed + (r * c->heads + h) * width, c->kv_lora);
-        }
+    const float *at[ROW_TILE];
+    for (int64_t r = 0; r < job->n; r++) {
+        float *out = s->absorbed + (r * c->heads + h) * width;
+        const float *query = s->query + ((job->first + r) * c->heads + h) * head;
+        memset(out, 0, (size_t)c->kv_lora * sizeof *out);
+        memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
+    }
+    for (int i = 0; i < ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
+    for (int64_t i = 0; i < c->nope; i += ROW_TILE) {
+        int64_t n = c->nope - i < ROW_TILE ? c->nope - i : ROW_TILE;
+        dequantize_rows(job, h * (c->nope + c->v_head) + i, n, rows);
+        for (int64_t r = 0; r < job->n; r++)
+            s->model->kernels->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
+                                     s->absorbed + (r * c->heads + h) * width, c->kv_lora);
     }
 }
 
-/* ---- scores, softmax, weighted latents ---------------------------------------------------------- */
+static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    attention_job *job = arg;
+    for (int64_t h = begin; h < end; h++)
+        absorb_head(job, h, clb_thread_scratch(job->s, thread));
+}
 
-static void attend_group(attention_job *job, int64_t r, int64_t first_head, int64_t heads,
+/* ---- scores, softmax, weighted latents ------------------------------------------------------ */
+
+static const float *key_at(const attention_job *job, const clb_selection *keys, int64_t t) {
+    const clb_config *c = &job->s->model->config;
+    return job->kv + (keys->dense ? t : keys->index[t]) * (c->kv_lora + c->rope);
+}
+
+/* scores[h][t] of one tile of keys, before the softmax. */
+static void score_tile(const attention_job *job, const clb_selection *keys, int64_t first,
+                       int64_t n, const float *query, int64_t heads, float *scores) {
+    const clb_config *c = &job->s->model->config;
+    const clb_kernels *k = job->s->model->kernels;
+    int64_t width = c->kv_lora + c->rope, count = keys->count;
+    float scale = 1.0f / sqrtf((float)(c->nope + c->rope));
+    for (int64_t h = 0; h < heads; h++) {
+        float *out = scores + h * count + first;
+        const float *q = query + h * width;
+        if (keys->dense)
+            k->dots(key_at(job, keys, first), width, n, q, width, out, 1);
+        else
+            for (int64_t t = 0; t < n; t++) out[t] = k->dot(key_at(job, keys, first + t), q, width);
+        k->scale(scale, out, n);
+    }
+}
+
+static void attend_group(const attention_job *job, int64_t r, int64_t first_head, int64_t heads,
                          float *scores) {
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
@@ -75,20 +113,20 @@ static void attend_group(attention_job *job, int64_t r, int64_t first_head, int6
     const clb_selection *keys = &s->selected[job->first + r];
     int64_t width = c->kv_lora + c->rope, count = keys->count;
     float *latent = s->absorbed + (r * c->heads + first_head) * width; /* [heads][width] */
-    float scale = 1.0f / sqrtf((float)(c->nope + c->rope));
-    for (int64_t t = 0; t < count; t++) {
-        const float *key = job->kv + (keys->dense ? t : keys->index[t]) * width;
-        for (int64_t h = 0; h < heads; h++)
-            scores[h * count + t] = k->dot(latent + h * width, key, width) * scale;
+    for (int64_t t = 0; t < count; t += KEY_TILE) {
+        int64_t n = count - t < KEY_TILE ? count - t : KEY_TILE;
+        score_tile(job, keys, t, n, latent, heads, scores);
     }
     for (int64_t h = 0; h < heads; h++) {
         k->softmax(scores + h * count, count);
         memset(latent + h * width, 0, (size_t)c->kv_lora * sizeof *latent);
     }
-    for (int64_t t = 0; t < count; t++) {
-        const float *key = job->kv + (keys->dense ? t : keys->index[t]) * width;
+    for (int64_t t = 0; t < count; t += KEY_TILE) {
+        const float *key[KEY_TILE];
+        int64_t n = count - t < KEY_TILE ? count - t : KEY_TILE;
+        for (int64_t i = 0; i < n; i++) key[i] = key_at(job, keys, t + i);
         for (int64_t h = 0; h < heads; h++)
-            k->axpy(scores[h * count + t], key, latent + h * width, c->kv_lora);
+            k->axpys(scores + h * count + t, key, n, latent + h * width, c->kv_lora);
     }
 }
 
@@ -108,20 +146,21 @@ static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread)
     attention_job *job = arg;
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
     int64_t width = c->kv_lora + c->rope;
-    float *row = clb_thread_scratch(s, thread);
+    float *rows = clb_thread_scratch(s, thread);
     for (int64_t h = begin; h < end; h++)
-        for (int64_t i = 0; i < c->v_head; i++) {
-            k->dequantize_row(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + c->nope + i,
-                              row);
-            for (int64_t r = 0; r < job->n; r++)
-                s->heads_out[((job->first + r) * c->heads + h) * c->v_head + i] =
-                    k->dot(row, s->absorbed + (r * c->heads + h) * width, c->kv_lora);
+        for (int64_t i = 0; i < c->v_head; i += ROW_TILE) {
+            int64_t n = c->v_head - i < ROW_TILE ? c->v_head - i : ROW_TILE;
+            dequantize_rows(job, h * (c->nope + c->v_head) + c->nope + i, n, rows);
+            for (int64_t r = 0; r < job->n; r++) {
+                float *out = s->heads_out + ((job->first + r) * c->heads + h) * c->v_head + i;
+                const float *latent = s->absorbed + (r * c->heads + h) * width;
+                s->model->kernels->dots(rows, c->kv_lora, n, latent, c->kv_lora, out, 1);
+            }
         }
 }
 
-/* ---- one layer's attention ------------------------------------------------------------------------ */
+/* ---- one layer's attention ------------------------------------------------------------------ */
 
 static void rope_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;

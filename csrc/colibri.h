@@ -127,8 +127,9 @@ const float *clb_session_hidden(const clb_session *session);
 float *clb_session_cache(clb_session *session, int32_t layer, int32_t kind, int64_t *width);
 /* Experts of the last step: [rows][experts_per_token], ascending ids; NULL for a dense layer. */
 const int32_t *clb_session_experts(const clb_session *session, int32_t layer);
-/* When set, step_all also stores every layer's index set: [layers + has_mtp][max_rows][index_topk + 1],
-   count first, then ascending positions. count is -1 where all earlier keys are attended. */
+/* When set, step_all also stores every layer's index set: [layers + has_mtp][max_rows]
+   [index_topk + 1], count first, then ascending positions; count -1: all keys up to the row (in a
+   shared draft step: up to the last absorbed row). */
 int32_t clb_session_capture(clb_session *session, int32_t on, clb_error *error);
 const int32_t *clb_session_captured(const clb_session *session, int32_t layer, int64_t row);
 

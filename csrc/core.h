@@ -114,7 +114,8 @@ struct clb_session {
     float *query;                      /* [max_rows][heads * (nope + rope)] */
     float *absorbed;                   /* [ROW_BLOCK][heads][kv_lora + rope] */
     float *heads_out;                  /* [max_rows][heads * v_head] */
-    float *index_query, *index_weight; /* [max_rows][index_heads * index_dim], [max_rows][index_heads] */
+    float *index_query;                /* [max_rows][index_heads * index_dim] */
+    float *index_weight;               /* [max_rows][index_heads] */
     float *index_score;                /* [ROW_BLOCK][context] */
     uint64_t *index_order;             /* [threads][context] */
     float *gate, *up;                  /* [mlp_rows][widest of the MLPs] */

@@ -66,7 +66,7 @@ struct clb_residency {
     int64_t queue_head, queue_tail, queue_size;
 };
 
-/* ---- where an expert's bytes go in a slot ------------------------------------------------------------ */
+/* ---- where an expert's bytes go in a slot --------------------------------------------------- */
 
 static int64_t down_to_page(int64_t n) { return n / PAGE * PAGE; }
 static int64_t up_to_page(int64_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
@@ -110,7 +110,7 @@ static const uint8_t *part_address(const extents *x, const clb_place *part, cons
     return NULL;
 }
 
-/* ---- recency ------------------------------------------------------------------------------------------- */
+/* ---- recency -------------------------------------------------------------------------------- */
 
 static void unlink_slot(slot_pool *p, int32_t i) {
     slot *s = &p->slots[i];
@@ -155,9 +155,11 @@ static int32_t take_slot(slot_pool *p) {
     return i;
 }
 
-/* ---- building --------------------------------------------------------------------------------------------- */
+/* ---- building ------------------------------------------------------------------------------- */
 
-static slot_pool *pool_of(clb_residency *r, int64_t layer) { return &r->pools[layer == r->mtp_layer]; }
+static slot_pool *pool_of(clb_residency *r, int64_t layer) {
+    return &r->pools[layer == r->mtp_layer];
+}
 
 static int32_t *where_of(clb_model *m, int64_t layer, int64_t expert) {
     return &m->residency->where[layer * m->config.experts + expert];
@@ -265,7 +267,7 @@ void clb_residency_free(clb_residency *r) {
     free(r);
 }
 
-/* ---- reading ----------------------------------------------------------------------------------------------- */
+/* ---- reading -------------------------------------------------------------------------------- */
 
 static void count_reads(slot *s, const extents *places) {
     s->reads_left = 0;
@@ -330,7 +332,7 @@ static bool take_in(clb_model *m, bool wait, clb_error *error) {
     return true;
 }
 
-/* ---- leases -------------------------------------------------------------------------------------------------- */
+/* ---- leases --------------------------------------------------------------------------------- */
 
 int64_t clb_residency_room(const clb_residency *r, int64_t layer) {
     if (r->io == CLB_IO_MMAP || r->io == CLB_IO_MMAP_TIGHT) return INT64_MAX;
@@ -354,7 +356,7 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error
     int32_t i;
     while ((i = take_slot(p)) == NONE)
         if (!take_in(m, true, error))
-            return clb_fail(error, CLB_NO_MEMORY, "no expert slot of layer %d is free", lease->layer);
+            return clb_fail(error, CLB_NO_MEMORY, "layer %d has no free expert slot", lease->layer);
     slot *s = &p->slots[i];
     if (s->layer != NONE) *where_of(m, s->layer, s->expert) = NONE;
     s->layer = lease->layer;
@@ -417,8 +419,8 @@ static int32_t lease_mapped(clb_model *m, clb_lease *leases, int64_t n, clb_erro
             if (*seen && r->io == CLB_IO_MMAP) continue;
             if (populate_matrix(&l->gate, start) || populate_matrix(&l->up, start) ||
                 populate_matrix(&l->down, start))
-                return clb_fail(error, CLB_IO, "reading layer %d, expert %d failed: the disk reported "
-                                "an error (see the system log)", l->layer, l->expert);
+                return clb_fail(error, CLB_IO, "reading layer %d, expert %d failed: the disk "
+                                "reported an error (see the system log)", l->layer, l->expert);
             if (!start) *seen = 1;
         }
     return CLB_OK;
@@ -483,7 +485,7 @@ void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n) {
             pool_of(m->residency, leases[i].layer)->slots[leases[i].slot].pins--;
 }
 
-/* ---- recency in the order of the tokens that were kept -------------------------------------------------------- */
+/* ---- recency in the order of the tokens that were kept -------------------------------------- */
 
 static void commit_row(clb_session *s, int64_t row, bool kept) {
     clb_model *m = s->model;
@@ -514,7 +516,7 @@ void clb_residency_commit(clb_session *s) {
     s->step_rows = 0;
 }
 
-/* ---- the resident set, saved and loaded again ------------------------------------------------------------------ */
+/* ---- the resident set, saved and loaded again ----------------------------------------------- */
 
 int64_t clb_model_resident(const clb_model *m, int32_t *pairs, int64_t most) {
     int64_t n = 0;

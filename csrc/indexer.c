@@ -42,7 +42,7 @@ void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
     clb_parallel(s->model->pool, rows->n, 8, finish_index_keys, &job);
 }
 
-/* ---- scores ---------------------------------------------------------------------------------- */
+/* ---- scores --------------------------------------------------------------------------------- */
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -62,7 +62,7 @@ static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     }
 }
 
-/* ---- the topk best, ascending ------------------------------------------------------------------ */
+/* ---- the topk best, ascending --------------------------------------------------------------- */
 
 /* Smaller is better: higher score first, then the lower position. NaN ranks last. */
 static uint64_t rank_of(float score, int64_t position) {
@@ -110,7 +110,8 @@ static void select_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     for (int64_t r = begin; r < end; r++) {
         clb_selection *row = &s->selected[job->first + r];
         if (row->count > s->model->config.index_topk)
-            select_row(s, s->index_score + r * s->context, row, s->index_order + thread * s->context);
+            select_row(s, s->index_score + r * s->context, row,
+                       s->index_order + thread * s->context);
     }
 }
 

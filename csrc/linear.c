@@ -2,13 +2,13 @@
 #include <string.h>
 #include "core.h"
 
-enum { ROWS_A_CHUNK = 16 }; /* output rows: below this, handing work over costs more than doing it */
+enum { ROWS_A_CHUNK = 16 }; /* output rows: fewer are not worth handing over */
 
 static clb_order order_of(int32_t format) {
     return format == CLB_INT4 ? CLB_EVEN_ODD : CLB_NATURAL;
 }
 
-/* ---- rows of activations ------------------------------------------------------------------- */
+/* ---- rows of activations -------------------------------------------------------------------- */
 
 int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes) {
     int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK, n;
@@ -77,7 +77,7 @@ const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t
     return acts;
 }
 
-/* ---- y = W x ------------------------------------------------------------------------------- */
+/* ---- y = W x -------------------------------------------------------------------------------- */
 
 typedef struct linear_job {
     const clb_kernels *kernels;

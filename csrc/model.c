@@ -3,7 +3,7 @@
 #include <unistd.h>
 #include "experts.h"
 
-/* ---- shapes: what each role must be (reference: the checkpoint's tensor table) ---------------- */
+/* ---- shapes: what each role must be (reference: the checkpoint's tensor table) -------------- */
 
 typedef struct role_shape {
     int64_t rows, cols; /* rows 1: a vector */
@@ -66,7 +66,7 @@ static role_shape shape_of(const clb_model *m, const clb_layer *layer, int32_t r
     }
 }
 
-/* ---- configuration --------------------------------------------------------------------------- */
+/* ---- configuration -------------------------------------------------------------------------- */
 
 static int32_t check_config(const clb_config *c, clb_error *error) {
     const int64_t sizes[] = {c->vocab, c->hidden, c->layers, c->heads, c->q_lora, c->kv_lora,
@@ -77,7 +77,8 @@ static int32_t check_config(const clb_config *c, clb_error *error) {
     const int64_t most = 1 << 24; /* so that any product of two fits well inside int64 */
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i] < 1 || sizes[i] > most)
-            return clb_fail(error, CLB_INVALID, "config size %d is %lld", (int)i, (long long)sizes[i]);
+            return clb_fail(error, CLB_INVALID, "config size %d is %lld", (int)i,
+                            (long long)sizes[i]);
     for (size_t i = 0; i < sizeof optional / sizeof *optional; i++)
         if (optional[i] < 0 || optional[i] > most)
             return clb_fail(error, CLB_INVALID, "config count %d is %lld", (int)i,
@@ -111,7 +112,7 @@ static int32_t check_layer_kinds(const clb_config *c, clb_error *error) {
     return CLB_OK;
 }
 
-/* ---- building -------------------------------------------------------------------------------- */
+/* ---- building ------------------------------------------------------------------------------- */
 
 static int32_t fill_model(clb_model *m, const clb_config *c, const char *isa, int32_t threads,
                           clb_error *error) {
@@ -277,7 +278,7 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
     return CLB_OK;
 }
 
-/* ---- loading the dense part --------------------------------------------------------------------- */
+/* ---- loading the dense part ----------------------------------------------------------------- */
 
 static int64_t aligned(int64_t n) { return (n + 63) / 64 * 64; }
 
@@ -353,7 +354,7 @@ int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *
     return code;
 }
 
-/* ---- residency ------------------------------------------------------------------------------------ */
+/* ---- residency ------------------------------------------------------------------------------ */
 
 int64_t clb_model_expert_bytes(const clb_model *m, int32_t layer) {
     return layer >= 0 && layer < m->layer_count ? m->layers[layer].expert_bytes : 0;

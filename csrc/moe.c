@@ -24,7 +24,7 @@ typedef struct moe_job {
     batch batch;
 } moe_job;
 
-/* ---- gate, up, down ----------------------------------------------------------------------------- */
+/* ---- gate, up, down ------------------------------------------------------------------------- */
 
 /* Rows [first, last) of an input's form. */
 static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
@@ -71,13 +71,13 @@ static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
     }
 }
 
-/* ---- rows of activations -------------------------------------------------------------------------- */
+/* ---- rows of activations -------------------------------------------------------------------- */
 
 static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int32_t format) {
     clb_acts *a = &input->form[format == CLB_INT4];
     if (clb_is_float(format)) return;
-    m->kernels->quantize(a->x + row * a->x_stride, a->cols, format == CLB_INT4 ? CLB_INT4 : CLB_INT8,
-                         a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
+    m->kernels->quantize(a->x + row * a->x_stride, a->cols,
+                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8, a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
                          a->start + row * a->blocks * CLB_LANES);
 }
 
@@ -112,7 +112,8 @@ static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
     (void)thread;
     for (int64_t n = begin; n < end; n++) {
         int64_t i = job->active_pairs[n];
-        s->model->kernels->swiglu(s->gate + i * width, s->up + i * width, width, s->gate + i * width);
+        float *gate = s->gate + i * width;
+        s->model->kernels->swiglu(gate, s->up + i * width, width, gate);
         quantize_row(s->model, &s->in_inner, i, job->leases[job->batch.first].down.format);
     }
 }
@@ -128,7 +129,7 @@ static void add_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
                                 s->branch + s->pairs[i].row * hidden + begin, end - begin);
 }
 
-/* ---- one batch ---------------------------------------------------------------------------------------- */
+/* ---- one batch ------------------------------------------------------------------------------ */
 
 /* The runs that can be computed and have not been. */
 static void collect_active(moe_job *job) {
@@ -175,7 +176,7 @@ static int32_t run_batch(moe_job *job, clb_error *error) {
     return CLB_OK;
 }
 
-/* ---- one layer's experts ----------------------------------------------------------------------------- */
+/* ---- one layer's experts -------------------------------------------------------------------- */
 
 /* All (expert, row) pairs by expert, then row; and one run an expert. */
 static void make_runs(moe_job *job, int64_t number, int64_t n) {
@@ -187,7 +188,8 @@ static void make_runs(moe_job *job, int64_t number, int64_t n) {
     for (int64_t i = 0; i < n * k; i++) start[route->expert[i] + 1]++;
     for (int64_t e = 0; e < c->experts; e++) {
         if (start[e + 1]) {
-            job->leases[job->run_count] = (clb_lease){.layer = (int32_t)number, .expert = (int32_t)e};
+            clb_lease *lease = &job->leases[job->run_count];
+            *lease = (clb_lease){.layer = (int32_t)number, .expert = (int32_t)e};
             job->runs[job->run_count++] = (clb_run){start[e], start[e] + start[e + 1], false};
         }
         start[e + 1] += start[e];

@@ -46,7 +46,7 @@ struct clb_reader {
     bool stop;
 };
 
-/* ---- io_uring ----------------------------------------------------------------------------------- */
+/* ---- io_uring ------------------------------------------------------------------------------- */
 
 #ifdef CLB_URING
 static bool map_ring(ring *r, const struct io_uring_params *p) {
@@ -141,10 +141,12 @@ static bool ring_submit(ring *r, clb_read *reads, int32_t n, bool worker) {
 static clb_read *ring_next(ring *r, bool wait) { (void)r; (void)wait; return NULL; }
 #endif
 
-/* ---- reading threads ------------------------------------------------------------------------------ */
+/* ---- reading threads ------------------------------------------------------------------------ */
 
 static void push(queue *q, clb_read *read) { q->item[q->tail++ % IN_FLIGHT] = read; }
-static clb_read *pop(queue *q) { return q->head == q->tail ? NULL : q->item[q->head++ % IN_FLIGHT]; }
+static clb_read *pop(queue *q) {
+    return q->head == q->tail ? NULL : q->item[q->head++ % IN_FLIGHT];
+}
 
 static int32_t read_now(const clb_read *read) {
     ssize_t n;
@@ -200,7 +202,7 @@ static clb_read *threads_next(clb_reader *r, bool wait) {
     return read;
 }
 
-/* ---- both ------------------------------------------------------------------------------------------- */
+/* ---- both ----------------------------------------------------------------------------------- */
 
 clb_reader *clb_reader_new(bool uring, bool worker) {
     clb_reader *r = calloc(1, sizeof *r);

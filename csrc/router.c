@@ -32,7 +32,8 @@ static void keep_groups(const clb_config *c, float *choice) {
     int64_t size = c->experts / c->groups;
     float score[CLB_MAX_EXPERTS];
     if (c->groups_kept == c->groups) return;
-    for (int64_t g = 0; g < c->groups; g++) score[g] = group_score(choice, g * size, (g + 1) * size);
+    for (int64_t g = 0; g < c->groups; g++)
+        score[g] = group_score(choice, g * size, (g + 1) * size);
     for (int64_t kept = 0; kept < c->groups_kept; kept++) score[best_of(score, 0, c->groups)] = NAN;
     for (int64_t e = 0; e < c->experts; e++)
         if (score[e / size] == score[e / size]) choice[e] = -INFINITY;

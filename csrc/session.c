@@ -5,7 +5,7 @@
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* ---- memory ----------------------------------------------------------------------------------- */
+/* ---- memory --------------------------------------------------------------------------------- */
 
 typedef struct budget { /* a failed or overflowing allocation is noticed once, at the end */
     int64_t bytes;
@@ -39,7 +39,8 @@ static void take_caches(clb_session *s, budget *b) {
     for (int64_t i = 0; i < m->layer_count; i++) {
         const clb_layer *layer = &m->layers[i];
         s->kv[i] = floats(b, s->context, c->kv_lora + c->rope);
-        if (layer->index_kind == CLB_INDEX_FULL) s->index_keys[i] = floats(b, s->context, c->index_dim);
+        if (layer->index_kind == CLB_INDEX_FULL)
+            s->index_keys[i] = floats(b, s->context, c->index_dim);
         if (!layer->sparse) continue;
         s->routes[i].expert = take(b, s->max_rows, c->experts_per_token, (int64_t)sizeof(int32_t));
         s->routes[i].weight = floats(b, s->max_rows, c->experts_per_token);
@@ -61,7 +62,7 @@ static void take_attention(clb_session *s, budget *b) {
     s->selected = take(b, n, 1, (int64_t)sizeof *s->selected);
     s->selected_index = take(b, n, c->index_topk, (int64_t)sizeof *s->selected_index);
     s->mtp_seed_index = take(b, 1, c->index_topk, (int64_t)sizeof *s->mtp_seed_index);
-    s->thread_floats = most(8 * s->context, c->kv_lora); /* scores of one head group; a weight row */
+    s->thread_floats = 8 * most(s->context, c->kv_lora); /* scores of 8 heads; 8 weight rows */
     s->thread_scratch = floats(b, threads, s->thread_floats);
     if (b->failed) return;
     for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * c->index_topk;
@@ -108,8 +109,8 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
     budget b = {0};
     *session = NULL;
     if (context < 1 || context > 1 << 24 || max_rows < 1 || max_rows > 1 << 16)
-        return clb_fail(error, CLB_INVALID, "a context of %lld with %lld rows a step is not possible",
-                        (long long)context, (long long)max_rows);
+        return clb_fail(error, CLB_INVALID, "a context of %lld with %lld rows a step is not "
+                        "possible", (long long)context, (long long)max_rows);
     clb_session *s = calloc(1, sizeof *s);
     if (!s) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
     s->model = m;
@@ -122,8 +123,8 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
     take_rows(s, &b);
     if (take_inputs(s, &b)) {
         clb_session_free(s);
-        return clb_fail(error, CLB_NO_MEMORY, "out of memory: a context of %lld needs more than %lld "
-                        "bytes; ask for a smaller one", (long long)context, (long long)b.bytes);
+        return clb_fail(error, CLB_NO_MEMORY, "out of memory: a context of %lld needs more than "
+                        "%lld bytes; ask for a smaller one", (long long)context, (long long)b.bytes);
     }
     s->bytes = b.bytes;
     *session = s;
@@ -155,7 +156,7 @@ float *clb_thread_scratch(clb_session *s, int32_t thread) {
     return s->thread_scratch + thread * s->thread_floats;
 }
 
-/* ---- what Python asks ------------------------------------------------------------------------- */
+/* ---- what Python asks ----------------------------------------------------------------------- */
 
 int64_t clb_session_bytes(const clb_session *s) { return s->bytes; }
 

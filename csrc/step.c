@@ -10,7 +10,7 @@ bool clb_cancelled(clb_session *s) {
     return poll(&fd, 1, 0) > 0;
 }
 
-/* ---- rows ------------------------------------------------------------------------------------- */
+/* ---- rows ----------------------------------------------------------------------------------- */
 
 typedef struct norm_job {
     const clb_model *m;
@@ -70,7 +70,7 @@ void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits) {
                               head->row_scales * (head->scale_format == CLB_F16 ? 2 : 4));
 }
 
-/* ---- one layer ----------------------------------------------------------------------------------- */
+/* ---- one layer ------------------------------------------------------------------------------ */
 
 void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n) {
     int64_t hidden = s->model->config.hidden;
@@ -108,15 +108,15 @@ int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, c
     return code;
 }
 
-/* ---- all layers ------------------------------------------------------------------------------------ */
+/* ---- all layers ----------------------------------------------------------------------------- */
 
 static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
     for (int64_t i = 0; i < s->model->layer_count; i++)
         if (!s->model->layers[i].loaded || !s->model->top.loaded || !s->model->residency)
             return clb_fail(error, CLB_INVALID, "the model is not loaded");
     if (n > s->context - s->length)
-        return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for %lld more",
-                        (long long)s->length, (long long)s->context, (long long)n);
+        return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for "
+                        "%lld more", (long long)s->length, (long long)s->context, (long long)n);
     return clb_check_ids(s, ids, n, error);
 }
 
