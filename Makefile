@@ -10,7 +10,7 @@ HEADERS := $(wildcard csrc/*.h)
 OBJECTS := $(SOURCES:csrc/%.c=build/lint/%.o)
 BUILT := $(VENV)/built
 
-.PHONY: demo test lint docs package clean
+.PHONY: demo test lint sanitize docs package clean
 
 ## demo: install, then let the embedded model answer
 demo: $(BUILT)
@@ -25,6 +25,14 @@ lint: $(VENV)/tools $(OBJECTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/make_docs.py --check
+
+## sanitize: the kernels under address and undefined-behaviour sanitizers
+sanitize:
+	@mkdir -p build
+	$(CC) -std=c11 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all \
+	    -ffp-contract=off -Wall -Wextra -Werror -Icsrc -o build/test_kernels \
+	    tests/c/test_kernels.c $(wildcard csrc/kernels*.c) csrc/angles.c -lm
+	build/test_kernels
 
 ## docs: write what is generated: docs/knobs.md
 docs: $(BUILT)

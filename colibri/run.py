@@ -6,11 +6,12 @@ from pathlib import Path
 
 from colibri import stats
 from colibri.answer import Prompt
-from colibri.engine import Engine, Turn, model_directory
+from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
 from colibri.terminal import Terminal, is_terminal
+from colibri.turn import Turn
 
 _RECEIPTS = {"line": stats.line, "table": stats.table, "full": stats.full}
 
@@ -20,14 +21,16 @@ def run_prompt(
 ) -> int:
     """Answer a prompt on stdout; returns the exit status."""
     terminal = Terminal.of(settings.screen, settings.quiet)
+    if settings.raw and "system" in settings.given:
+        raise UsageError("--raw uses no chat template, so --system has no place; drop one of them")
+    model_directory(settings)  # a wrong one is told before anyone types a prompt
     text = read_prompt(prompt, prompt_file, settings.raw)
     try:
         engine = Engine.open(settings, terminal.progress)
         turn = engine.answer(_prompt(engine, text), progress=terminal.progress)
     finally:
         terminal.clear()
-    if not as_json:
-        _announce(terminal, engine)
+    _announce(terminal, engine)
     with Interrupts(turn.cancel) as interrupts:
         turn.session.watch(interrupts.fd)
         try:
@@ -77,14 +80,20 @@ def _prompt(engine: Engine, text: str) -> Prompt:
     messages = [{"role": "user", "content": text}]
     if settings.system:
         messages.insert(0, {"role": "system", "content": settings.system})
-    return engine.conversation(messages)
+    return engine.chat(messages)
 
 
 def _announce(terminal: Terminal, engine: Engine) -> None:
     """What differs from what a user may think, before the first token."""
-    if engine.settings.spec:
-        terminal.note("colibri: note: --spec has no effect in this version")
-    for note in engine.container.notes:
+    settings, template = engine.settings, engine.template
+    notes = list(engine.container.notes)
+    if settings.spec:
+        notes.append("--spec has no effect in this version")
+    if settings.thinking is not None and not template.has_thinking_switch:
+        notes.append("this model's chat template has no thinking switch: --think has no effect")
+    if settings.effort and not template.has_effort:
+        notes.append("this model's chat template knows no effort: --effort has no effect")
+    for note in notes:
         terminal.note(f"colibri: note: {note}")
 
 
@@ -96,7 +105,7 @@ def _stream(terminal: Terminal, turn: Turn, as_json: bool) -> None:
                 terminal.show(piece)
     finally:
         terminal.clear()
-    terminal.end()
+        terminal.end()
 
 
 def as_object(turn: Turn) -> str:

@@ -9,7 +9,8 @@ from colibri.ledger import Ledger
 from colibri.memory import gigabytes
 from colibri.sampling import SamplingParams
 
-STOP, LENGTH, CONTEXT, INTERRUPTED = "stop", "length", "context", "interrupted"
+STOP, LENGTH, CONTEXT = "stop", "length", "context"
+INTERRUPTED, ERROR = "interrupted", "error"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Receipt:
     sampling: SamplingParams
     recommended: frozenset[str]
     seed: int
-    max_tokens: int
+    max_tokens: int | None
     drafter: str | None
     mode: str
     finish_reason: str
@@ -111,8 +112,23 @@ def table(receipt: Receipt) -> str:
 
 
 def full(receipt: Receipt) -> str:
-    """The table and the ledger of drafts."""
-    return table(receipt) + "\n\n" + receipt.ledger.render()
+    """The table, then what each segment of the steps cost and gave, and acceptance by position."""
+    names = ("forwards", "rows", "tokens", "seconds", "expert_uses", "expert_bytes", "dense_bytes",
+             "head_bytes", "index_scores")  # fmt: skip
+    lines = ["", "segment " + " ".join(f"{name:>12}" for name in names)]
+    ledger = receipt.ledger.as_dict()
+    for name, counts in ledger["segments"].items():
+        cells = [_cell(counts.get(column, 0)) for column in names]
+        lines.append(f"{name:<7} " + " ".join(f"{cell:>12}" for cell in cells))
+    offered, accepted = ledger["offered_by_position"], ledger["accepted_by_position"]
+    pairs = zip(accepted, offered, strict=True)
+    if offered:
+        lines += ["", "kept by position: " + ", ".join(f"{kept} of {of}" for kept, of in pairs)]
+    return "\n".join([table(receipt), *lines])
+
+
+def _cell(value: float) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value}"
 
 
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:

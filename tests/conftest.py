@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 import colibri.demo
+from colibri import cli, knobs
 from colibri.container import Container
 from colibri.model import Model
 from colibri.tokenizer import Tokenizer
@@ -42,3 +46,44 @@ def demo_model(demo_models: Callable[[int], Model]) -> Model:
 def demo_tokenizer(demo_path: Path) -> Tokenizer:
     """The demo model's tokenizer."""
     return Tokenizer.load(demo_path)
+
+
+class Result(NamedTuple):
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Command:
+    """The command line inside this process: `command("run", "-p", "Hi")`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._patch, self._capture = monkeypatch, capsys
+        for name in [variable for knob in knobs.KNOBS for variable in knob.variables]:
+            monkeypatch.delenv(name, raising=False)
+
+    def __call__(
+        self, *arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None
+    ) -> Result:
+        """Run it; stdin is a pipe with these bytes, env is set for this run alone."""
+        with self._patch.context() as patch:
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+            for name, value in {"COLIBRI_THREADS": "1", **(env or {})}.items():
+                patch.setenv(name, value)
+            self._capture.readouterr()
+            status = cli.main(list(arguments))
+        return Result(status, *self._capture.readouterr())
+
+    def answer(self, *arguments: str, **more: Any) -> dict[str, Any]:
+        """The JSON object of a run that must succeed without a word on stderr."""
+        status, out, err = self("run", "--json", *arguments, **more)
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> Command:
+    """The command line, in this process, with no knob set by the environment."""
+    return Command(monkeypatch, capsys)

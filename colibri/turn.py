@@ -1,0 +1,169 @@
+"""One answer: the prompt read, tokens decoded, pieces shown, everything counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from colibri import stats
+from colibri.answer import REASONING, TEXT, Piece, Prompt, Splitter
+from colibri.errors import Cancelled
+from colibri.ledger import Ledger
+from colibri.sampling import Sampler
+from colibri.speculation import Limits, spec_decode
+from colibri.stats import ERROR, INTERRUPTED, Receipt
+
+if TYPE_CHECKING:
+    from colibri.engine import Engine, Slot
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+@dataclass
+class _Clock:
+    """Moments of one turn, in seconds."""
+
+    begun: float = 0.0
+    prefilled: float = 0.0
+    first: float | None = None
+
+
+class Turn:
+    """One answer. Iterating yields its pieces; afterwards `receipt` has the numbers.
+
+    Cancelling ends the iteration between two layers of the core, with the finish reason
+    "interrupted" and a session that holds the prompt so far and the tokens yielded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slot: Slot,
+        prompt: Prompt,
+        sampler: Sampler,
+        max_tokens: int | None,
+        progress: Progress | None,
+    ) -> None:
+        self.engine = engine
+        self.session = slot.session
+        self.prompt = prompt
+        self.sampler = sampler
+        self.max_tokens = max_tokens
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+        self.receipt: Receipt | None = None
+        self._progress = progress
+        self._cancelled = False
+        self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: []}
+        self._ledger = Ledger()
+        self._clock = _Clock()
+        self._drafter, self._depth = engine.speculation(slot, sampler.params)
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._pieces[TEXT])
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._pieces[REASONING])
+
+    def cancel(self) -> None:
+        """End the turn soon; any thread or signal handler may call this."""
+        self._cancelled = True
+        self.session.cancel()
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Run the turn, once."""
+        splitter = Splitter(self.engine.tokenizer, self.prompt)
+        self.session.cancel(self._cancelled)
+        self._clock.begun = perf_counter()
+        before = self.session.counters()
+        reused, between = 0, before
+        try:
+            reused = self.session.reuse(self.prompt.ids)
+            logits = self._prefill(self.prompt.ids[reused:])
+            between = self.session.counters()
+            for tokens in self._decode(logits):
+                yield from self._show(splitter.push(tokens))
+        except Cancelled:
+            self.finish_reason = INTERRUPTED
+        except BaseException:
+            self.finish_reason = ERROR
+            raise
+        finally:
+            self.session.cancel(False)
+            self.receipt = self._settle(reused, before, between)
+        yield from self._show(splitter.finish())
+
+    def _prefill(self, ids: list[int]) -> np.ndarray:
+        say = self._progress
+        logits = self.session.prefill(ids, say and (lambda a, b: say("reading the prompt", a, b)))
+        self._clock.prefilled = perf_counter()
+        return logits
+
+    def _decode(self, logits: np.ndarray) -> Iterator[list[int]]:
+        blocks = spec_decode(
+            self.session,
+            logits,
+            self.sampler,
+            self._drafter,
+            self._depth,
+            Limits(self.max_tokens or self.session.context, self.engine.stops),
+            self._ledger,
+            self.engine.settings.mode,
+        )
+        while True:
+            try:
+                tokens = next(blocks)
+            except StopIteration as end:
+                self.finish_reason = end.value
+                return
+            if self._clock.first is None:
+                self._clock.first = perf_counter()
+            self.token_ids += tokens
+            yield tokens
+
+    def _show(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self._pieces[piece.kind].append(piece.text)
+            yield piece
+
+    def _settle(self, reused: int, before: dict[str, int], between: dict[str, int]) -> Receipt:
+        engine, clock = self.engine, self._clock
+        after = self.session.counters()
+        prefilled = clock.prefilled or perf_counter()
+        return Receipt(
+            model=str(engine.container.directory),
+            isa=engine.model.isa,
+            threads=engine.model.threads,
+            load_seconds=engine.load_seconds,
+            context=self.session.context,
+            prompt_tokens=len(self.prompt.ids),
+            reused_tokens=reused,
+            prompt_seconds=prefilled - clock.begun,
+            answer_tokens=len(self.token_ids),
+            answer_seconds=self._ledger.wall,
+            first_token_seconds=None if clock.first is None else clock.first - clock.begun,
+            prompt_counters=_difference(between, before),
+            answer_counters=_difference(after, between),
+            sampling=self.sampler.params,
+            recommended=engine.recommended,
+            seed=self.sampler.seed,
+            max_tokens=self.max_tokens,
+            drafter=self._drafter.name if self._drafter else None,
+            mode=engine.settings.mode,
+            finish_reason=self.finish_reason,
+            ledger=self._ledger,
+            peak_bytes=stats.peak_bytes(),
+            notes=tuple(self.sampler.warnings),
+        )
+
+
+def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    return {name: after[name] - before[name] for name in after}

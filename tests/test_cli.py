@@ -1,0 +1,200 @@
+"""The command line's edges: errors in one line, exit statuses, help, info, quick starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import colibri
+from colibri import run as run_module
+from colibri.errors import ColibriError
+from colibri.session import Session
+
+
+@pytest.fixture
+def stray(tmp_path):
+    """Paths that are no model."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("run -p Hi --temp hot", 2, "--temp is 'hot'; expected a number from 0 to 100"),
+        ("run -p Hi --tmep 1", 2, "--tmep"),
+        ("run -p Hi --seed", 2, "--seed"),
+        ("rum -p Hi", 2, "Did you mean 'run'?"),
+        ("run a b", 2, "unexpected extra argument"),
+        ("run -p Hi --stats=many", 2, "--stats is 'many'; expected line, table or full"),
+        ("run -p Hi nowhere", 2, "there is no model directory 'nowhere'"),
+        ("run {stray}/file -p Hi", 2, "is a file; give the directory that holds config.json"),
+        ("run {stray}/empty -p Hi", 1, "config.json: not found"),
+        ("run -p Hi --ctx 5000", 2, "--ctx is 5000, and this model handles 1024 tokens"),
+        ("run -p Hi --ram 1M", 2, "--ram"),
+        ("run -p Hi -f {stray}/file", 2, "--prompt and --prompt-file exclude each other"),
+        ("run -f {stray}/nothing", 2, "No such file or directory"),
+        ("run -f {stray}/empty", 2, "Is a directory"),
+        ("run -f {stray}/latin1", 2, "is not UTF-8 text at byte 3"),
+        ("run -p Hi --raw --system x", 2, "drop one of them"),
+        ("info nowhere", 2, "there is no model directory"),
+        ("info {stray}/empty", 1, "config.json: not found"),
+    ],
+)
+def test_errors(command, stray, arguments, status, message):
+    """Each is one line on stderr that says what is wrong, nothing on stdout, and a status."""
+    result = command(*arguments.format(stray=stray).split())
+    assert (result.status, result.out) == (status, "")
+    assert result.err.startswith("colibri: error: ") and result.err.count("\n") == 1
+    assert message in result.err
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t \n"])
+@pytest.mark.parametrize("source", ["flag", "stdin"])
+def test_empty_prompts(command, text, source):
+    """An empty or blank prompt is refused, wherever it came from."""
+    arguments = ["-p", text] if source == "flag" else []
+    result = command("run", *arguments, stdin=text.encode())
+    assert result.status == 2 and "is empty" in result.err
+
+
+def test_a_prompt_in_place_of_the_model(command):
+    """People write the prompt first; the message says where it goes."""
+    result = command("run", "Tell me a story")
+    assert result.status == 2 and "If it is the prompt, write --prompt before it" in result.err
+
+
+def test_long_prompt(command):
+    """A prompt that leaves no room is refused with both numbers and the flag."""
+    result = command("run", "-p", "word " * 600, "--ctx", "128")
+    assert (result.status, result.out) == (1, "")
+    assert "the context holds 128" in result.err and "--ctx raises it, to 1024" in result.err
+    result = command("run", "-p", "word " * 1500)
+    assert "the context holds 1024" in result.err and "shorten the prompt" in result.err
+
+
+def test_debug_shows_the_traceback(command):
+    """COLIBRI_DEBUG=1 shows where an error came from, before its line."""
+    arguments = ("run", "nowhere", "-p", "Hi")
+    assert "Traceback" not in command(*arguments).err
+    told = command(*arguments, env={"COLIBRI_DEBUG": "1"}).err
+    assert "Traceback" in told and told.splitlines()[-1].startswith("colibri: error: ")
+
+
+def test_slips_in_the_environment(command):
+    """A COLIBRI_ variable that is no knob gets a warning, and the run goes on."""
+    result = command("run", "-p", "Hi", "-n", "1", "--quiet", env={"COLIBRI_SEDE": "1"})
+    assert result.status == 0
+    assert result.err == (
+        "colibri: warning: COLIBRI_SEDE is not a knob; did you mean COLIBRI_SEED?\n"
+    )
+
+
+# ---- what may go wrong inside -------------------------------------------------------------------
+
+
+def test_nan_logits(command, monkeypatch):
+    """A model whose output is not a number ends in one line, not in a traceback or in NaN."""
+    real = Session.prefill
+
+    def broken(self, *arguments, **more):
+        return np.full_like(real(self, *arguments, **more), np.nan)
+
+    monkeypatch.setattr(Session, "prefill", broken)
+    result = command("run", "-p", "Hi", "--json")
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("colibri: error: ") and "NaN" in result.err
+
+
+def test_partly_nan_logits(command, monkeypatch):
+    """Single bad logits are skipped, the answer goes on, and the receipt tells."""
+    real = Session.prefill
+
+    def broken(self, *arguments, **more):
+        logits = real(self, *arguments, **more)
+        logits[:3] = np.nan, np.inf, -np.inf
+        return logits
+
+    monkeypatch.setattr(Session, "prefill", broken)
+    result = command("run", "-p", "Hi", "--stats", "--temp", "0")
+    assert result.status == 0 and len(result.out) > 1
+    assert "note       2 of " in result.err
+
+
+def test_error_in_the_middle(command, monkeypatch):
+    """What was shown stays; the error comes on a line of its own."""
+    real = Session.step_all
+
+    def failing(self, ids, want="all"):
+        if self.length > 20:
+            raise ColibriError("the disk is gone")
+        return real(self, ids, want)
+
+    monkeypatch.setattr(Session, "step_all", failing)
+    result = command("run", "-p", "Tell me a story about a fox.", "--temp", "0", "--draft", "0")
+    assert result.status == 1 and result.out == "Once upon a time, there was a\n"
+    assert result.err == "colibri: error: the disk is gone\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(MemoryError(), "out of memory"), (PermissionError(13, "Permission denied", "/x"), "/x")],
+)
+def test_errors_of_the_system(command, monkeypatch, error, message):
+    """Errors of the operating system are told like any other."""
+
+    def failing(*arguments):
+        raise error
+
+    monkeypatch.setattr(run_module, "read_prompt", failing)
+    result = command("run", "-p", "Hi")
+    assert result.status == 1 and "Traceback" not in result.err
+    assert result.err.startswith("colibri: error: ") and message in result.err
+
+
+# ---- help, version, info ------------------------------------------------------------------------
+
+
+def test_version(command):
+    """--version prints name and version."""
+    assert command("--version") == (0, f"colibri {colibri.__version__}\n", "")
+
+
+def test_bare_command(command):
+    """Without a command the help goes to stderr, with the status of wrong usage."""
+    result = command()
+    assert (result.status, result.out) == (2, "") and "Commands:" in result.err
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help(command, flag):
+    """Help goes to stdout and lists every command."""
+    result = command(flag)
+    assert result.status == 0 and {"run", "info"} <= set(result.out.split())
+
+
+def test_info(command, demo_path):
+    """`colibri info` describes the demo unless told otherwise, in words and as JSON."""
+    words = command("info")
+    assert words == command("info", str(demo_path))
+    assert "glm_moe_dsa" in words.out and "int4-g64" in words.out
+    facts = json.loads(command("info", "--json").out)
+    assert sum(part["nbytes"] for part in facts["parts"]) == facts["file_bytes"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "-x"]])
+def test_quick_start(arguments):
+    """What needs no model imports neither NumPy nor the core."""
+    code = (
+        "import sys; from colibri.cli import main; main(sys.argv[1:]); "
+        "print([m for m in ('numpy', 'tokenizers', 'jinja2', 'colibri._core') if m in sys.modules])"
+    )
+    run = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(run, capture_output=True, timeout=60, check=True)
+    assert done.stdout.decode().splitlines()[-1] == "[]"
