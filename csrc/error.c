@@ -1,3 +1,4 @@
+/* Errors: a code and a sentence, never an exit. */
 #include <stdarg.h>
 #include <stdio.h>
 #include "core.h"

@@ -1,3 +1,4 @@
+/* y = W x for rows of activations: quantise the input once, hand out chunks of output rows. */
 #include <stdlib.h>
 #include <string.h>
 #include "core.h"

@@ -1,3 +1,4 @@
+/* The model: what each tensor must be, where it lies, and loading the dense part into memory. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+/* Shard files: opened, mapped, checked against their promised size, read ahead. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>

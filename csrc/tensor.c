@@ -1,3 +1,4 @@
+/* A matrix of a shard: sizes of its rows and scales, checked before a byte is used. */
 #include "core.h"
 
 bool clb_is_float(int32_t format) {
