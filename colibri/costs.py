@@ -11,12 +11,14 @@ from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY, Lap
 class Costs(Protocol):
     """Seconds, or any unit proportional to them: only ratios decide."""
 
-    measured: bool
     absorb: float  # the first draft of a step
     draft: float  # each further one
 
     def begin(self) -> None:
         """The controller starts afresh."""
+
+    def wants_plain(self, long_ago: bool) -> bool:
+        """Whether a plain step is due, to know its cost; `long_ago`: there was none for long."""
 
     def passes(self, rows: int) -> list[float]:
         """Cost of a main-model pass with 1, 2, .. `rows` rows; never falling."""
@@ -28,13 +30,15 @@ class Costs(Protocol):
 class FixedCosts:
     """Relative costs that no clock can change."""
 
-    measured = False
-
     def __init__(self, row: float = 0.35, absorb: float = 0.15, draft: float = 0.15) -> None:
         self.row, self.absorb, self.draft = row, absorb, draft
 
     def begin(self) -> None:
         """Nothing to forget."""
+
+    def wants_plain(self, long_ago: bool) -> bool:
+        """Never."""
+        return False
 
     def passes(self, rows: int) -> list[float]:
         """One plus `row` for each further row."""
@@ -74,7 +78,6 @@ class MeasuredCosts:
     Depths that were not tried lately are read off a line through those that were.
     """
 
-    measured = True
     ROW = 0.35  # slope of the line before two depths were seen, in single-row passes
     MEMORY = 32.0  # passes
     BLEND = 2.0  # passes that the line is worth against a depth's own mean
@@ -85,6 +88,10 @@ class MeasuredCosts:
 
     def begin(self) -> None:
         """What was measured stays true."""
+
+    def wants_plain(self, long_ago: bool) -> bool:
+        """At first, and then once in a while."""
+        return long_ago or not self._pass
 
     @property
     def absorb(self) -> float:
@@ -133,7 +140,8 @@ class MeasuredCosts:
 
     def _line(self) -> tuple[float, float]:
         """Weighted least squares through the means, with one pass's worth of the assumed slope."""
-        known = [(n, m.weight, m.total / m.weight) for n, m in enumerate(self._pass) if m.weight > 0]
+        means = [(n, mean.weight, mean.total) for n, mean in enumerate(self._pass)]
+        known = [(n, weight, total / weight) for n, weight, total in means if weight > 0]
         if not known:
             return 1.0, self.ROW
         total = sum(w for _, w, _ in known)

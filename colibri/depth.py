@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from colibri.costs import Costs, FixedCosts, MeasuredCosts
@@ -124,51 +125,43 @@ class Acceptance:
     """The chance that a draft stands, given its place in the step and the drafter's confidence.
 
     Counts per (step, band of confidence) fade with a memory of about 50 drafts. Where they are
-    few, the band's own record counts more, and where that is short, the confidence itself.
+    few, the band's own record speaks; where that is short, the square root of the confidence (a
+    drafter names the verifier's favourite more often than it thinks), corrected by how right or
+    wrong that has been so far.
     """
 
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
-    MIDDLE = (0.05, 0.15, 0.28, 0.43, 0.58, 0.73, 0.86, 0.93, 0.975, 0.995)
+    GUESS = (0.22, 0.39, 0.53, 0.66, 0.76, 0.85, 0.93, 0.96, 0.985, 0.995)
     FADE = 0.98
     PRIOR = 3.0  # drafts that the less specific record is worth
 
     def __init__(self, steps: int) -> None:
-        bands = len(self.MIDDLE)
-        self.chance = [list(self.MIDDLE) for _ in range(steps)]  # [step][band]
-        self._stood = [[0.0] * bands for _ in range(steps)]
-        self._judged = [[0.0] * bands for _ in range(steps)]
-        self._band_stood, self._band_judged = [0.0] * bands, [0.0] * bands
+        bands = len(self.GUESS)
+        self._cells = [[[0.0, 0.0] for _ in range(bands)] for _ in range(steps)]  # stood, judged
+        self._bands = [[0.0, 0.0] for _ in range(bands)]
+        self._all = [4.0, 4.0]  # stood, expected by confidence alone
 
     def band(self, confidence: float) -> int:
-        """The band a confidence falls into; NaN counts as none at all."""
+        """The band a confidence falls into; NaN is no confidence at all."""
         return bisect(self.EDGES, confidence) if confidence == confidence else 0
+
+    def chance(self, step: int, band: int) -> float:
+        """The chance that such a draft stands, given that those before it did."""
+        guess = min(self.GUESS[band] * self._all[0] / self._all[1], 0.995)
+        stood, judged = self._bands[band]
+        guess = (stood + self.PRIOR * guess) / (judged + self.PRIOR)
+        stood, judged = self._cells[step][band]
+        return (stood + self.PRIOR * guess) / (judged + self.PRIOR)
 
     def judged(self, step: int, band: int, stood: bool) -> None:
         """One draft was decided."""
-        for sums, counts, at in (
-            (self._band_stood, self._band_judged, band),
-            (self._stood[step], self._judged[step], band),
+        for sums, count in (
+            (self._all, self.GUESS[band]),
+            (self._bands[band], 1.0),
+            (self._cells[step][band], 1.0),
         ):
-            sums[at] = sums[at] * self.FADE + stood
-            counts[at] = counts[at] * self.FADE + 1.0
-        self._estimate(step, band)
-
-    def fade(self, factor: float) -> None:
-        """Trust the past less: a draft that is never kept would otherwise never be judged anew."""
-        for row in (self._band_stood, self._band_judged, *self._stood, *self._judged):
-            row[:] = [value * factor for value in row]
-        for step in range(len(self.chance)):
-            for band in range(len(self.MIDDLE)):
-                self._estimate(step, band)
-
-    def _estimate(self, step: int, band: int) -> None:
-        prior = self.PRIOR
-        general = (self._band_stood[band] + prior * self.MIDDLE[band]) / (
-            self._band_judged[band] + prior
-        )
-        self.chance[step][band] = (self._stood[step][band] + prior * general) / (
-            self._judged[step][band] + prior
-        )
+            sums[0] = sums[0] * self.FADE + stood
+            sums[1] = sums[1] * self.FADE + count
 
 
 class Controller:
@@ -176,13 +169,16 @@ class Controller:
     tokens it is expected to add are worth more than the seconds it is expected to take.
 
     A token's worth is the seconds it takes at the best rate known (Dinkelbach's rule for ratios):
-    what maximises gain at that price maximises tokens per second.
+    what maximises gain at that price maximises tokens per second. While drafts do not pay, one is
+    made and verified now and then, ever more rarely, because texts and machines change.
     """
 
     REFRESH = 4  # steps between two recomputations of the thresholds
-    PROBE_FIRST, PROBE_LAST = 8, 64  # plain tokens before drafting is tried again, doubling
-    CHECK = 64  # steps with drafts before one plain step, to know what plain steps cost now
-    OPTIMISM = 0.7  # acceptance assumed where nothing is known
+    PROBE_FIRST, PROBE_LAST = 16, 128  # plain tokens before drafting is tried again, doubling
+    CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
+    OPTIMISM = 0.7  # chance of a draft where nothing is known
+    LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
+    NEARLY = 1.3  # drafts that would pay at so many times the price are tried again soon
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
         self.cap = cap
@@ -193,9 +189,12 @@ class Controller:
     def _start(self) -> None:
         self.acceptance = Acceptance(self.cap)
         self._mean = [self.OPTIMISM] * self.cap  # expected chance of a draft not yet made
+        self._made = [0] * self.cap
         self._seen: list[int] = []  # bands of the drafts of this step
         self._survival = 1.0
-        self._steps = self._drafted = self._idle = 0
+        self._reach = 1  # twice the deepest step so far: depth is earned
+        self._steps = self._idle = 0
+        self._drafted, self._check = 0, self.CHECK_FIRST
         self._probe = self.PROBE_FIRST
         self._probing = False
         self.costs.begin()
@@ -204,7 +203,11 @@ class Controller:
     @property
     def state(self) -> str:
         """Whether drafting pays at present."""
-        return f"up to {self.cap}" if self._make[0] <= 1.0 else "waiting: drafts do not pay now"
+        return f"up to {self.cap}" if self._pays else "waiting: drafts do not pay now"
+
+    @property
+    def _pays(self) -> bool:
+        return self._make[0] <= 1.0
 
     def begin(self) -> None:
         """A policy that must give the same text twice starts each turn alike."""
@@ -212,27 +215,25 @@ class Controller:
             self._start()
 
     def plan(self, limit: int) -> int:
-        """The cap when a first draft is worth making, or tried again; else 0."""
+        """As deep as was earned when a first draft pays, one to try again, else none."""
         self._seen.clear()
         self._survival = 1.0
-        self._probing = False
-        if self._make[0] <= 1.0:
-            if self._drafted < self.CHECK or not self.costs.measured:
-                return min(self.cap, limit)
+        self._probing = not self._pays and self._idle >= self._probe
+        if self._probing:
+            return min(1, limit)
+        if not self._pays or self.costs.wants_plain(self._drafted >= self._check):
             return 0
-        if self._idle < self._probe:
-            return 0
-        self._probing = True
-        self.acceptance.fade(0.5)
-        return min(self.cap, limit)
+        return min(self.cap, limit, self._reach)
 
     def keep(self, step: int, confidence: float) -> bool:
         """Whether the tokens expected of this draft, and those behind it, pay for its row."""
         band = self.acceptance.band(confidence)
-        chance = self.acceptance.chance[step][band]
-        self._mean[step] += 0.05 * (chance - self._mean[step])
+        chance = self.acceptance.chance(step, band)
+        self._made[step] += 1
+        weight = self.RELEARN if self._probing else max(self.LEARN, 1.0 / (4.0 + self._made[step]))
+        self._mean[step] += weight * (chance - self._mean[step])
         self._survival *= chance
-        if self._survival < self._worth[step]:
+        if self._survival < self._worth[step] and not self._probing:
             return False
         self._seen.append(band)
         return True
@@ -246,39 +247,43 @@ class Controller:
         for step in range(min(judged, len(self._seen))):
             self.acceptance.judged(step, self._seen[step], step < accepted)
         self.costs.record(laps)
-        if self._probing:
-            self._idle = 0
-            self._probe = min(2 * self._probe, self.PROBE_LAST)
-        self._drafted = self._drafted + 1 if proposed else 0
+        self._reach = max(self._reach, 2 * proposed)
+        if proposed:
+            self._drafted += 1
+        elif self._drafted >= self._check:
+            self._drafted, self._check = 0, min(2 * self._check, self.CHECK_LAST)
         self._idle += accepted + 1
         self._steps += 1
-        if self._probing or self._steps % self.REFRESH == 0:
+        if self._probing or self._steps % self.REFRESH == 0 or self._steps < 2 * self.cap:
             self._refresh()
-            if self._make[0] <= 1.0:
-                self._probe, self._idle = self.PROBE_FIRST, 0
+        if self._probing:
+            self._idle = 0
+            soon = self._make[0] <= self.NEARLY
+            self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
+        elif self._pays:
+            self._idle, self._probe = 0, self.PROBE_FIRST
 
     def _refresh(self) -> None:
         """Thresholds on the survival chance: `_make[i]` to make draft i, `_worth[i]` to keep it."""
-        rows = self.costs.passes(self.cap + 1)  # seconds of a pass with 1.. rows
+        rows = self.costs.passes(self.cap + 1)  # of a pass with 1.. rows
         made = [self.costs.absorb] + [self.costs.draft] * (self.cap - 1)
         rate = self._best_rate(rows, made)
-        self._make, self._worth = [2.0] * self.cap, [2.0] * self.cap
-        for i in range(self.cap):
-            gain, survival, price = 0.0, 1.0, 0.0
-            for j in range(i, self.cap):  # make and keep drafts i..j
-                survival *= self._mean[j]
-                gain += survival
-                price += rate * (made[j] + rows[j + 1] - rows[j])
-                self._make[i] = min(self._make[i], price / gain)
-        for i in range(self.cap):
-            row = rate * (rows[i + 1] - rows[i])
-            gain, survival, price = 1.0, 1.0, row
-            self._worth[i] = row
-            for j in range(i + 1, self.cap):  # keep draft i, make and keep i+1..j
-                survival *= self._mean[j]
-                gain += survival
-                price += rate * (made[j] + rows[j + 1] - rows[j])
-                self._worth[i] = min(self._worth[i], price / gain)
+        row = [rate * (b - a) for a, b in pairwise(rows)]
+        both = [rate * m + r for m, r in zip(made, row, strict=True)]
+        self._make = [self._least(i, 0.0, 0.0, both) for i in range(self.cap)]
+        self._worth = [
+            min(price, self._least(i + 1, 1.0, price, both)) for i, price in enumerate(row)
+        ]
+
+    def _least(self, first: int, gain: float, price: float, both: Sequence[float]) -> float:
+        """The least survival at which making and keeping drafts `first`.. up to some depth pays."""
+        least, survival = 2.0, 1.0
+        for i in range(first, self.cap):
+            survival *= self._mean[i]
+            gain += survival
+            price += both[i]
+            least = min(least, price / gain)
+        return least
 
     def _best_rate(self, rows: Sequence[float], made: Sequence[float]) -> float:
         """Tokens per second of the best fixed depth, 0 included."""
