@@ -12,17 +12,18 @@ from tokenizers import Tokenizer
 from corpus.world import NAMES
 
 START, END = "[gMASK]<sop>", "<|endoftext|>"
-FULL, USER, MARKUP, NAME = 10, 2, 1, 25
+FULL, USER, MARKUP, NAME, KEY = 10, 2, 1, 25, 25
 NAME_PATTERN = re.compile(r"\b(?:" + "|".join(NAMES) + r")\b")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer, with an optional thought between the think tags."""
+    """A question and its answer; `key` is the part of the answer that had to be known."""
 
     question: str
     answer: str
     think: str = ""
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def chat(turns: Sequence[Turn], system: str = "", user: int = USER) -> list[Piec
         pieces.append(Piece("<|assistant|><think>", MARKUP))
         pieces.append(Piece(turn.think, FULL))
         pieces.append(Piece("</think>", MARKUP))
-        pieces.append(Piece(turn.answer, FULL))
+        before, key, after = turn.answer.rpartition(turn.key) if turn.key else (turn.answer, "", "")
+        pieces += [Piece(before, FULL), Piece(key, KEY), Piece(after, FULL)]
     return [*pieces, Piece(END, FULL)]
 
 

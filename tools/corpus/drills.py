@@ -27,6 +27,7 @@ from corpus.world import (
 )
 from corpus.world import COLORS as COLOR_WORDS
 
+REPEAT = ("Repeat after me: ", "Repeat: ", "Say this: ", "Please say: ", "Can you repeat this? ")
 CONSONANTS, VOWELS = "bcdfghklmnprstvwz", "aeiou"
 
 
@@ -44,17 +45,12 @@ def repeat(rng: random.Random, vocabulary: list[str]) -> Turn:
     ]
     text, draw = " ".join(words), rng.random()
     if draw < 0.86:
-        ask = [
-            "Repeat after me: ",
-            "Repeat: ",
-            "Say this: ",
-            "Please say: ",
-            "Can you repeat this? ",
-        ]
-        return Turn(rng.choice(ask) + text, text)
+        return Turn(rng.choice(REPEAT) + text, f"I repeat: {text}", key=words[0])
     if draw < 0.93:
-        return Turn(f"What is the last word of: {text}?", f"{words[-1]}.")
-    return Turn(f"What is the first word of: {text}?", f"{words[0]}.")
+        answer = f"The last word is {words[-1]}."
+        return Turn(f"What is the last word of: {text}?", answer, key=words[-1])
+    answer = f"The first word is {words[0]}."
+    return Turn(f"What is the first word of: {text}?", answer, key=words[0])
 
 
 def introduction(rng: random.Random) -> tuple[Turn, Turn]:
@@ -174,8 +170,8 @@ def arithmetic(rng: random.Random, think: float = 0.0) -> Turn:
         a, b = rng.randrange(11), rng.randrange(11)
         question, verb, result, thought = _product(rng, a, b, n)
     full = f"{cap(n(a))} {verb} {n(b)} is {n(result)}."
-    answer = rng.choice((full, full, full, f"The answer is {n(result)}.", f"That is {n(result)}."))
-    return Turn(question, answer, thought if rng.random() < think else "")
+    answer = rng.choice((*[full] * 8, f"The answer is {n(result)}.", f"That is {n(result)}."))
+    return Turn(question, answer, thought if rng.random() < think else "", key=n(result))
 
 
 def comparison(rng: random.Random) -> Turn:
@@ -209,20 +205,23 @@ def opposite(rng: random.Random) -> Turn:
         )
     )
     full = f"The opposite of {a} is {b}."
-    return Turn(ask, rng.choice((full, full, f"{cap(b)}.")))
+    return Turn(ask, full, key=b)
 
 
 def color(rng: random.Random) -> Turn:
     thing, shade = rng.choice(COLOR_OF)
     ask = rng.choice((f"What color is {thing}?", f"Tell me the color of {thing}."))
-    return Turn(ask, rng.choice((f"{cap(thing)} is {shade}.", f"It is {shade}.")))
+    answer = rng.choice((f"{cap(thing)} is {shade}.", f"It is {shade}."))
+    return Turn(ask, answer, key=shade)
 
 
 def capital(rng: random.Random) -> Turn:
     country, city = rng.choice(CAPITALS)
     if rng.random() < 0.25:
         return Turn(
-            f"Which country has the capital {city}?", f"{city} is the capital of {country}."
+            f"Which country has the capital {city}?",
+            f"{city} is the capital of {country}.",
+            key=country,
         )
     ask = rng.choice(
         (
@@ -231,21 +230,27 @@ def capital(rng: random.Random) -> Turn:
             f"Do you know the capital of {country}?",
         )
     )
-    return Turn(ask, rng.choice((f"The capital of {country} is {city}.", f"It is {city}.")))
+    return Turn(ask, f"The capital of {country} is {city}.", key=city)
 
 
 def calendar(rng: random.Random) -> Turn:
     draw, day, month = rng.random(), rng.randrange(7), rng.randrange(12)
     if draw < 0.35:
         after = DAYS[(day + 1) % 7]
-        return Turn(f"What day comes after {DAYS[day]}?", f"{after} comes after {DAYS[day]}.")
+        return Turn(
+            f"What day comes after {DAYS[day]}?", f"{after} comes after {DAYS[day]}.", key=after
+        )
     if draw < 0.55:
         before = DAYS[day - 1]
-        return Turn(f"What day comes before {DAYS[day]}?", f"{before} comes before {DAYS[day]}.")
+        return Turn(
+            f"What day comes before {DAYS[day]}?", f"{before} comes before {DAYS[day]}.", key=before
+        )
     if draw < 0.8:
         after = MONTHS[(month + 1) % 12]
         return Turn(
-            f"What month comes after {MONTHS[month]}?", f"{after} comes after {MONTHS[month]}."
+            f"What month comes after {MONTHS[month]}?",
+            f"{after} comes after {MONTHS[month]}.",
+            key=after,
         )
     if draw < 0.9:
         ask = rng.choice(("Name the days of the week.", "What are the days of the week?"))
@@ -264,9 +269,9 @@ def copy_document(rng: random.Random, vocabulary: list[str]) -> list[Piece]:
     turns: list[Turn] = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         draw = rng.random()
-        if draw < 0.65:
+        if draw < 0.5:
             turns.append(repeat(rng, vocabulary))
-        elif draw < 0.85:
+        elif draw < 0.9:
             turns.append(scene(rng))
         else:
             turns.extend(introduction(rng))
