@@ -3,8 +3,10 @@
 #include "kernels.h"
 
 const clb_kernels *clb_kernels_find(const char *isa) {
-    const clb_kernels *tables[] = {clb_kernels_avx512(), clb_kernels_avx2(), clb_kernels_neon(),
-                                   clb_kernels_scalar()}; /* best first */
+    const clb_kernels *tables[] = {/* best first */
+                                   clb_kernels_avx512(), clb_kernels_avx2(),
+                                   clb_kernels_neon_dot(), clb_kernels_neon(),
+                                   clb_kernels_scalar()};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         if (tables[i] && (!isa || !strcmp(isa, tables[i]->isa)))
             return tables[i];

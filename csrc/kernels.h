@@ -67,6 +67,7 @@ const clb_kernels *clb_kernels_find(const char *isa); /* NULL name: best; NULL r
 const clb_kernels *clb_kernels_scalar(void);
 const clb_kernels *clb_kernels_avx2(void);   /* NULL when the processor or build lacks it */
 const clb_kernels *clb_kernels_avx512(void);
+const clb_kernels *clb_kernels_neon_dot(void); /* "neon" too: the same with dot products */
 const clb_kernels *clb_kernels_neon(void);
 
 /* cos and sin of float(position) * inv_freq[j]: out [half][2]. One code for every ISA. */

@@ -118,11 +118,8 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
                    _mm256_cvtepi32_ps(byte_dot(w.high, q + 32))};
 }
 
-/* Outputs a tile takes at 1, 2, 3 and 4 rows: sixteen registers hold no more. */
-#define TILE_WIDE 4, 2, 1, 1
-#ifndef PREFETCH
-#define PREFETCH 4096
-#endif
+#define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: sixteen registers */
+#define PREFETCH 4096        /* bytes ahead, in each output's row */
 
 #include "tiles.h"
 

@@ -184,10 +184,20 @@ CLB_INLINE lanes load_weights(int format, const uint8_t *p) {
     return format == CLB_BF16 ? lanes_load_bf16(p) : lanes_load_f16(p);
 }
 
-CLB_INLINE void float_tile(const tile *t, int format, int outputs, int rows) {
+/* Adds what is left of output t->o + i and row t->r + j from column c on. */
+CLB_APART void float_tail(const tile *t, int i, int j, int64_t c, lanes *acc) {
+    const uint8_t *row = t->w->data + (t->o + i) * t->w->row_bytes;
+    float tail[CLB_LANES];
+    for (int64_t l = 0; l < t->w->cols - c; l++)
+        tail[l] = clb_float_at(t->w->format, row, c + l);
+    *acc = lanes_fma_tail(tail, t->x->x + (t->r + j) * t->x->x_stride + c, t->w->cols - c, *acc);
+}
+
+CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows) {
     const int64_t size = format == CLB_F32 ? 4 : 2, cols = t->w->cols;
-    const uint8_t *data = t->w->data + t->o * t->w->row_bytes;
-    const float *x = t->x->x + t->r * t->x->x_stride;
+    const int64_t row_bytes = t->w->row_bytes, stride = t->x->x_stride;
+    const uint8_t *data = t->w->data + t->o * row_bytes;
+    const float *x = t->x->x + t->r * stride;
     lanes acc[SIDE * SIDE];
     int64_t c = 0;
     CLB_UNROLL
@@ -196,22 +206,23 @@ CLB_INLINE void float_tile(const tile *t, int format, int outputs, int rows) {
     for (; c + CLB_LANES <= cols; c += CLB_LANES) {
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
-            lanes w = load_weights(format, data + i * t->w->row_bytes + c * size);
+            const uint8_t *p = data + i * row_bytes + c * size;
+            lanes w = load_weights(format, p);
+            __builtin_prefetch((const void *)((uintptr_t)p + PREFETCH));
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
-                acc[i * rows + j] = lanes_fma(w, lanes_load(x + j * t->x->x_stride + c),
+                acc[i * rows + j] = lanes_fma(w, lanes_load(x + j * stride + c),
                                               acc[i * rows + j]);
         }
     }
+    CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
-        float tail[CLB_LANES];
-        for (int64_t l = 0; l < cols - c; l++)
-            tail[l] = clb_float_at(format, data + i * t->w->row_bytes, c + l);
+        CLB_UNROLL
         for (int j = 0; j < rows; j++) {
-            lanes a = acc[i * rows + j];
+            lanes sum = acc[i * rows + j];
             if (c < cols)
-                a = lanes_fma_tail(tail, x + j * t->x->x_stride + c, cols - c, a);
-            t->y[(t->r + j) * t->y_stride + t->o + i] = lanes_fold(a);
+                float_tail(t, i, j, c, &sum);
+            t->y[(t->r + j) * t->y_stride + t->o + i] = lanes_fold(sum);
         }
     }
 }
@@ -265,7 +276,7 @@ CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format
 
 CLB_LINEAR(linear_f32, CLB_F32, 0, TILE_WIDE)
 CLB_LINEAR(linear_bf16, CLB_BF16, 0, TILE_WIDE)
-CLB_LINEAR(linear_f16, CLB_F16, 0, TILE_WIDE)
+CLB_LINEAR(linear_f16, CLB_F16, 0, 1, 1, 1, 1)
 CLB_LINEAR(int8_block, CLB_INT8, 0, TILE_WIDE)
 CLB_LINEAR(int8_spread, CLB_INT8, 1, 1, 1, 1, 1)
 CLB_LINEAR(int4_block, CLB_INT4, 0, TILE_WIDE)

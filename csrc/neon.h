@@ -1,0 +1,135 @@
+/* NEON on 64-bit Arm: sixteen lanes are four registers. kernels_neon.c includes this for every
+   processor, kernels_neon_dot.c, with CLB_NEON_DOT, for those with the dot product instructions. */
+#ifndef CLB_NEON_H
+#define CLB_NEON_H
+#include <string.h>
+#include "kernels.h"
+
+#define CLB_LANES_NATIVE
+typedef struct { float32x4_t a, b, c, d; } lanes; /* lanes 0..3, 4..7, 8..11, 12..15 */
+typedef struct { int8x16_t a, b, c, d; } packed;  /* their bytes */
+
+static inline lanes lanes_zero(void) {
+    float32x4_t z = vdupq_n_f32(0);
+    return (lanes){z, z, z, z};
+}
+
+static inline lanes lanes_load(const float *p) {
+    return (lanes){vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
+}
+
+static inline void lanes_store(float *p, lanes x) {
+    vst1q_f32(p, x.a);
+    vst1q_f32(p + 4, x.b);
+    vst1q_f32(p + 8, x.c);
+    vst1q_f32(p + 12, x.d);
+}
+
+static inline lanes lanes_splat(const float *p) {
+    float32x4_t x = vdupq_n_f32(*p);
+    return (lanes){x, x, x, x};
+}
+
+static inline lanes lanes_add(lanes x, lanes y) {
+    return (lanes){vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b), vaddq_f32(x.c, y.c),
+                   vaddq_f32(x.d, y.d)};
+}
+
+static inline lanes lanes_mul(lanes x, lanes y) {
+    return (lanes){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b), vmulq_f32(x.c, y.c),
+                   vmulq_f32(x.d, y.d)};
+}
+
+static inline lanes lanes_fma(lanes x, lanes y, lanes z) { /* the sum comes first in NEON */
+    return (lanes){vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
+                   vfmaq_f32(z.d, x.d, y.d)};
+}
+
+/* NEON's own maximum would let a NaN through. */
+static inline float32x4_t larger(float32x4_t x, float32x4_t most) {
+    return vbslq_f32(vcgtq_f32(x, most), x, most);
+}
+
+static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed over */
+    return (lanes){larger(x.a, most.a), larger(x.b, most.b), larger(x.c, most.c),
+                   larger(x.d, most.d)};
+}
+
+static inline float lanes_fold(lanes x) {
+    float32x4_t v = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));
+    float32x2_t two = vadd_f32(vget_low_f32(v), vget_high_f32(v));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+
+static inline lanes lanes_pick(const float *f, const int32_t *lane) {
+    float v[CLB_LANES];
+    for (int l = 0; l < CLB_LANES; l++)
+        v[l] = f[lane[l]];
+    return lanes_load(v);
+}
+
+static inline lanes lanes_load_f32(const uint8_t *p) {
+    return (lanes){vreinterpretq_f32_u8(vld1q_u8(p)), vreinterpretq_f32_u8(vld1q_u8(p + 16)),
+                   vreinterpretq_f32_u8(vld1q_u8(p + 32)), vreinterpretq_f32_u8(vld1q_u8(p + 48))};
+}
+
+static inline float32x4_t four_bf16(uint16x4_t bits) {
+    return vreinterpretq_f32_u32(vshll_n_u16(bits, 16));
+}
+
+static inline lanes lanes_load_bf16(const uint8_t *p) {
+    uint16x8_t x = vreinterpretq_u16_u8(vld1q_u8(p)), y = vreinterpretq_u16_u8(vld1q_u8(p + 16));
+    return (lanes){four_bf16(vget_low_u16(x)), four_bf16(vget_high_u16(x)),
+                   four_bf16(vget_low_u16(y)), four_bf16(vget_high_u16(y))};
+}
+
+static inline float32x4_t four_f16(uint16x4_t bits) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+}
+
+static inline lanes lanes_load_f16(const uint8_t *p) {
+    uint16x8_t x = vreinterpretq_u16_u8(vld1q_u8(p)), y = vreinterpretq_u16_u8(vld1q_u8(p + 16));
+    return (lanes){four_f16(vget_low_u16(x)), four_f16(vget_high_u16(x)),
+                   four_f16(vget_low_u16(y)), four_f16(vget_high_u16(y))};
+}
+
+static inline int8x16_t less_eight(uint8x16_t nibbles) {
+    return vsubq_s8(vreinterpretq_s8_u8(nibbles), vdupq_n_s8(8));
+}
+
+static inline packed packed_int4(const uint8_t *p) {
+    uint8x16_t x = vld1q_u8(p), y = vld1q_u8(p + 16), mask = vdupq_n_u8(15);
+    return (packed){less_eight(vandq_u8(x, mask)), less_eight(vandq_u8(y, mask)),
+                    less_eight(vshrq_n_u8(x, 4)), less_eight(vshrq_n_u8(y, 4))};
+}
+
+static inline packed packed_int8(const uint8_t *p) {
+    return (packed){vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16)),
+                    vreinterpretq_s8_u8(vld1q_u8(p + 32)), vreinterpretq_s8_u8(vld1q_u8(p + 48))};
+}
+
+/* Sums of four products, as floats: signed by signed, so the starts are not needed. */
+static inline float32x4_t four_lanes(int8x16_t w, const int8_t *p) {
+    int8x16_t q = vld1q_s8(p);
+#ifdef CLB_NEON_DOT
+    return vcvtq_f32_s32(vdotq_s32(vdupq_n_s32(0), w, q));
+#else /* a product is at most 128 * 127 and fits 16 bits */
+    int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(q));
+    int16x8_t high = vmull_s8(vget_high_s8(w), vget_high_s8(q));
+    return vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+
+static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
+    (void)start;
+    (void)nibbles;
+    return (lanes){four_lanes(w.a, q), four_lanes(w.b, q + 16), four_lanes(w.c, q + 32),
+                   four_lanes(w.d, q + 48)};
+}
+
+#define TILE_WIDE 2, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
+#define PREFETCH 2048        /* bytes ahead, in each output's row */
+
+#include "tiles.h"
+
+#endif
