@@ -29,6 +29,44 @@ class Segment:
     core: dict[str, int] = field(default_factory=dict)  # the core's counters, csrc/colibri.h
 
 
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """C_step / A(n): the seconds of a mean step with drafts, against the tokens it gave."""
+
+    steps: int
+    draft: float
+    verify: float
+    absorb: float
+    tokens: float  # the acceptance length, A
+    plain: float | None  # seconds of a plain step in the same turn
+
+    @property
+    def step(self) -> float:
+        """C_step."""
+        return self.draft + self.verify + self.absorb
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster than plain steps the drafts made the text; below 1: slower."""
+        return None if self.plain is None else self.plain * self.tokens / self.step
+
+    def lines(self) -> list[str]:
+        """The equation with this turn's numbers."""
+        draft, verify, absorb, step = (
+            f"{1000 * seconds:.2f}" for seconds in (self.draft, self.verify, self.absorb, self.step)
+        )
+        per_token = 1000 * self.step / self.tokens
+        first = (
+            f"a step with drafts (of {self.steps}): draft {draft} + verify {verify} + absorb "
+            f"{absorb} = {step} ms for {self.tokens:.2f} tokens: {per_token:.2f} ms a token"
+        )
+        if self.plain is None or self.gain is None:
+            return [first, "there was no plain step to compare it with"]
+        verdict = "paid" if self.gain >= 1 else "did not pay"
+        plain = f"a plain step: {1000 * self.plain:.2f} ms a token"
+        return [first, f"{plain}: drafting {verdict}, {self.gain:.2f} times as fast"]
+
+
 class Ledger:
     """A stopwatch with one hand: exactly one segment runs at a time, so the parts are the whole."""
 
@@ -124,22 +162,44 @@ class Ledger:
         tokens = self.segments[VERIFY].tokens + self.segments[PLAIN].tokens
         return tokens / self.main_forwards if self.main_forwards else None
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens of a step with drafts: those that stood and the one after; None: no such step."""
+        verify = self.segments[VERIFY]
+        return verify.tokens / verify.forwards if verify.forwards else None
+
+    def balance(self) -> Balance | None:
+        """The cost equation of this turn; None when nothing was drafted."""
+        draft, verify, absorb, plain = (self.segments[name] for name in SEGMENTS[:4])
+        if not verify.forwards or not verify.tokens:
+            return None
+        steps = verify.forwards
+        return Balance(
+            steps=steps,
+            draft=draft.seconds / steps,
+            verify=verify.seconds / steps,
+            absorb=absorb.seconds / steps,
+            tokens=verify.tokens / steps,
+            plain=plain.seconds / plain.forwards if plain.forwards else None,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
             "wall_seconds": self.wall,
             "tokens": self.tokens,
             "tokens_per_forward": self.tokens_per_forward,
+            "acceptance_length": self.acceptance_length,
             "proposed": self.proposed,
             "offered_by_position": list(self.offered),
             "accepted_by_position": list(self.accepted),
             "segments": {
                 segment.name: {
+                    **segment.core,  # its forwards and rows count the main model's alone
                     "forwards": segment.forwards,
                     "rows": segment.rows,
                     "tokens": segment.tokens,
                     "seconds": segment.seconds,
-                    **segment.core,
                 }
                 for segment in self.segments.values()
             },

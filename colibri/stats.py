@@ -113,8 +113,8 @@ def table(receipt: Receipt) -> str:
 
 def full(receipt: Receipt) -> str:
     """The table, then what each segment of the steps cost and gave, and acceptance by position."""
-    names = ("forwards", "rows", "tokens", "seconds", "expert_uses", "expert_bytes", "dense_bytes",
-             "head_bytes", "index_scores")  # fmt: skip
+    names = ("forwards", "rows", "tokens", "seconds", "expert_uses", "expert_bytes",
+             "expert_loads", "read_bytes", "dense_bytes", "head_bytes", "index_scores")  # fmt: skip
     lines = ["", "segment " + " ".join(f"{name:>12}" for name in names)]
     ledger = receipt.ledger.as_dict()
     for name, counts in ledger["segments"].items():
@@ -124,6 +124,9 @@ def full(receipt: Receipt) -> str:
     pairs = zip(accepted, offered, strict=True)
     if offered:
         lines += ["", "kept by position: " + ", ".join(f"{kept} of {of}" for kept, of in pairs)]
+    balance = receipt.ledger.balance()
+    if balance:
+        lines += ["", *balance.lines()]
     return "\n".join([table(receipt), *lines])
 
 
