@@ -1,8 +1,13 @@
-"""Writes docs/knobs.md from the knob table and the command's own --help; --check compares.
+"""Writes what documents repeat from the code; --check compares instead.
+
+docs/knobs.md comes from the knob table and the command's own --help, the list of files in
+docs/structure.md from the first sentence of each file.
 
 python tools/make_docs.py [--check]
 """
 
+import ast
+import re
 import sys
 from pathlib import Path
 
@@ -11,8 +16,10 @@ import click
 from colibri import cli, knobs
 from colibri.knobs import Knob, Switch
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "knobs.md"
+ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 88
+FOLDERS = ("colibri", "colibri/demo", "csrc", "tests", "tests/c", "tools", "tools/corpus")
+LIST_BEGINS = "<!-- files, by make docs -->\n"
 
 HEAD = """# Knobs
 
@@ -64,25 +71,65 @@ def help_of(command: click.Command, name: str) -> str:
     return f"## `{name} --help`\n\n```\n{command.get_help(context)}\n```\n"
 
 
-def document() -> str:
-    """The whole file."""
+def knobs_document() -> str:
+    """docs/knobs.md."""
     helps = [help_of(cli.cli, "colibri")]
     helps += [help_of(command, f"colibri {name}") for name, command in cli.cli.commands.items()]
     text = "\n".join([HEAD, table(), *helps])
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+# ---- files --------------------------------------------------------------------------------------
+
+
+def first_sentence(path: Path) -> str:
+    """Of a Python file's docstring, or of the comment that begins a C file or its header."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        comment = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        header = path.with_suffix(".h")
+        found = re.match(r"/\*(.*?)\*/", text, re.DOTALL)
+        if not found and path.suffix == ".c" and header.exists():
+            return first_sentence(header)
+        comment = found[1] if found else ""
+    found = re.match(r"(.+?\.)(?:\s|$)", " ".join(comment.split()))
+    if not found:
+        sys.exit(f"{path}: begin the file with a comment whose first sentence says what it is")
+    return found[1]
+
+
+def files() -> list[str]:
+    """A line for every source file, folder by folder."""
+    lines = []
+    for folder in FOLDERS:
+        paths = sorted(p for p in (ROOT / folder).glob("*.*") if p.suffix in (".py", ".c", ".h"))
+        paths = [path for path in paths if path.stat().st_size]
+        lines += ["", f"### {folder}/", ""]
+        lines += [f"* `{path.name}`: {first_sentence(path)}" for path in paths]
+    return lines
+
+
+def structure_document(current: str) -> str:
+    """docs/structure.md: what is written by hand, then the list of files."""
+    return current.partition(LIST_BEGINS)[0] + LIST_BEGINS + "\n".join(files()) + "\n"
+
+
 def main() -> int:
-    """Write the file, or with --check compare it."""
-    text = document()
+    """Write the files, or with --check compare them."""
+    structure = ROOT / "docs" / "structure.md"
+    wanted = {
+        ROOT / "docs" / "knobs.md": knobs_document(),
+        structure: structure_document(structure.read_text()),
+    }
     if "--check" not in sys.argv[1:]:
-        TARGET.parent.mkdir(exist_ok=True)
-        TARGET.write_text(text)
+        for path, text in wanted.items():
+            path.write_text(text)
         return 0
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    print(f"{TARGET} does not match the code; run `make docs`", file=sys.stderr)
-    return 1
+    stale = [path for path, text in wanted.items() if path.read_text() != text]
+    for path in stale:
+        print(f"{path} does not match the code; run `make docs`", file=sys.stderr)
+    return bool(stale)
 
 
 if __name__ == "__main__":
