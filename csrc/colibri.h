@@ -80,7 +80,13 @@ int64_t clb_model_expert_bytes(const clb_model *model, int32_t layer); /* one ro
 int64_t clb_model_slot_bytes(const clb_model *model, int32_t mtp);
 /* Call after the experts are set and before any step; again to change it between steps. */
 int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots_per_layer,
-                                clb_error *error);
+                                int32_t pilot, clb_error *error);
+/* The pilot reads guessed experts of the next layer into spare slots while the disk is idle. ROUTER
+   guesses with the next layer's router; FED takes guesses from clb_model_feed_pilot. */
+enum { CLB_PILOT_OFF, CLB_PILOT_ROUTER, CLB_PILOT_FED };
+/* guesses: [layers][count] expert ids of the main layers, for the next steps; -1: none. */
+int32_t clb_model_feed_pilot(clb_model *model, const int32_t *guesses, int64_t count,
+                             clb_error *error);
 
 /* The experts in slots as (layer, expert) pairs, most recently used first; returns how many there
    are, and fills at most `most`. */
@@ -100,6 +106,7 @@ typedef struct clb_counters {
     int64_t expert_uses, expert_bytes;      /* distinct experts computed, and their bytes */
     int64_t expert_loads, read_bytes;       /* those not in memory, and their bytes */
     int64_t read_wait_ns;                   /* time spent waiting for them */
+    int64_t pilot_reads, pilot_useful;      /* experts guessed and read; those then asked for */
     int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
 } clb_counters;
@@ -152,6 +159,17 @@ int32_t clb_mtp_draft(clb_session *session, int32_t token, int64_t step, float *
 /* y[s][rows] = W x[s][cols], with data and scales in memory; isa NULL: the best. */
 int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t *data,
                         const void *scales, const float *x, int64_t s, float *y, clb_error *error);
+
+enum {
+    CLB_TEST_DOT, CLB_TEST_AXPY, CLB_TEST_RMSNORM, CLB_TEST_LAYERNORM, CLB_TEST_SOFTMAX,
+    CLB_TEST_SIGMOID, CLB_TEST_SWIGLU, CLB_TEST_ROPE, CLB_TEST_INDEX_SCORES, CLB_TEST_ANGLES
+};
+
+/* One function of kernels.h on a, b, c [n] each; out [n] begins as a copy of a. DOT leaves its
+   result in out[0]; AXPY is out + b[0] c; RMSNORM has gain b, LAYERNORM gain b and bias c;
+   INDEX_SCORES has n heads of one dimension and n keys c; ANGLES has position b[0]. */
+int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, const float *b,
+                          const float *c, int64_t n, float *out, clb_error *error);
 
 /* ---- what the machine can do: the limits of a benchmark ------------------------------------------ */
 
