@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from colibri.ledger import Ledger
+from colibri.ledger import Ledger, Segment
 from colibri.memory import gigabytes
 from colibri.sampling import SamplingParams
 
@@ -112,26 +112,41 @@ def table(receipt: Receipt) -> str:
 
 
 def full(receipt: Receipt) -> str:
-    """The table, then what each segment of the steps cost and gave, and acceptance by position."""
-    names = ("forwards", "rows", "tokens", "seconds", "expert_uses", "expert_bytes",
-             "expert_loads", "read_bytes", "dense_bytes", "head_bytes", "index_scores")  # fmt: skip
-    lines = ["", "segment " + " ".join(f"{name:>12}" for name in names)]
-    ledger = receipt.ledger.as_dict()
-    for name, counts in ledger["segments"].items():
-        cells = [_cell(counts.get(column, 0)) for column in names]
-        lines.append(f"{name:<7} " + " ".join(f"{cell:>12}" for cell in cells))
-    offered, accepted = ledger["offered_by_position"], ledger["accepted_by_position"]
-    pairs = zip(accepted, offered, strict=True)
-    if offered:
+    """The table, then the ledger: what each part of the steps cost, and what drafting gave."""
+    ledger = receipt.ledger
+    lines = ["", *_segments(ledger)]
+    if ledger.offered:
+        pairs = zip(ledger.accepted, ledger.offered, strict=True)
         lines += ["", "kept by position: " + ", ".join(f"{kept} of {of}" for kept, of in pairs)]
-    balance = receipt.ledger.balance()
-    if balance:
-        lines += ["", *balance.lines()]
-    return "\n".join([table(receipt), *lines])
+    balance = ledger.balance()
+    return "\n".join([table(receipt), *lines, *(balance.lines() if balance else [])])
+
+
+def _segments(ledger: Ledger) -> list[str]:
+    """A line per segment and their sum; MB are 10^6 bytes."""
+    heads = ["", "passes", "rows", "tokens", "    ms", "experts", "expert MB", "dense MB", "head MB",
+             "index scores"]  # fmt: skip
+    rows = [(name, _figures(segment)) for name, segment in ledger.segments.items()]
+    rows.append(("together", [sum(column) for column in zip(*(f for _, f in rows), strict=True)]))
+    lines = [f"{heads[0]:<8}" + "".join(f"{head:>{len(head) + 4}}" for head in heads[1:])]
+    for name, figures in rows:
+        cells = zip(heads[1:], figures, strict=True)
+        lines.append(f"{name:<8}" + "".join(f"{_cell(v):>{len(h) + 4}}" for h, v in cells))
+    return [line.rstrip() for line in lines]
+
+
+def _figures(segment: Segment) -> list[float]:
+    core = segment.core
+    return [
+        segment.forwards, segment.rows, segment.tokens, segment.seconds * 1000,
+        core.get("expert_uses", 0), core.get("expert_bytes", 0) / 1e6,
+        core.get("dense_bytes", 0) / 1e6, core.get("head_bytes", 0) / 1e6,
+        core.get("index_scores", 0),
+    ]  # fmt: skip
 
 
 def _cell(value: float) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"{value}"
+    return f"{value:.1f}" if isinstance(value, float) else f"{value}"
 
 
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
