@@ -105,3 +105,32 @@ class DemoOptimizer:
         self.adam.load_state_dict(state["adam"])
         for own, saved in zip(self.momentum, state["momentum"], strict=True):
             own.copy_(saved)
+
+
+class FinishOptimizer:
+    """Everything but the MTP layer and the indexers is frozen; AdamW trains the indexers."""
+
+    SHARE = 0.4  # of the peak rates, for an MTP layer that has been trained before
+
+    def __init__(self, model: DemoModel, rates: Rates) -> None:
+        self.draft = DemoOptimizer(model, rates)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("mtp.") or ".indexer." in name)
+        chosen = [p for name, p in model.named_parameters() if ".indexer." in name]
+        self.index = torch.optim.AdamW(chosen, betas=(0.9, 0.95), weight_decay=0.0)
+        self.index_rate = rates.adam_rate
+
+    def step(self, rate: float) -> float:
+        """One step of both; returns the AdamW gradient norm of the MTP layer."""
+        for group in self.index.param_groups:
+            group["lr"] = rate * self.index_rate
+        self.index.step()
+        self.index.zero_grad(set_to_none=True)
+        return self.draft.step(self.SHARE * rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draft": self.draft.state_dict(), "index": self.index.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draft.load_state_dict(state["draft"])
+        self.index.load_state_dict(state["index"])

@@ -25,6 +25,7 @@ class Recipe:
     """demo_recipe.json: rates are the peak learning rates of the parameter groups."""
 
     minutes: float
+    finish_minutes: float
     decay_from: float
     warm_steps: int
     adam_rate: float

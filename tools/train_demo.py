@@ -1,11 +1,12 @@
 """Train the demo model on one CPU core; every run can be stopped and resumed.
 
 usage: train_demo.py trunk  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume] [--random-init]
-       train_demo.py index  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume]
-`trunk` trains the network and its MTP layer from BASE_DIR's weights by the schedule in
-demo_recipe.json, which is measured in minutes of training, not in steps. `index` freezes all of
-it and distils the DSA indexers from the attention they are to predict. RUN_DIR/trunk.pt and
-RUN_DIR/index.pt are the checkpoints (weights, optimiser, random state, minutes), log.txt the log.
+       train_demo.py finish DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume]
+`trunk` trains the network with its MTP layer from BASE_DIR's weights by the schedule in
+demo_recipe.json, which is measured in minutes of training, not in steps. `finish` freezes the
+trunk, distils the DSA indexers from the attention they are to predict, and lets the MTP layer
+catch up with the trunk. RUN_DIR/trunk.pt and RUN_DIR/finish.pt are the checkpoints (weights,
+optimiser, random state, minutes), RUN_DIR/log.txt is the log.
 SIGTERM saves and ends; --resume reads the recipe again, so that it may be changed in between.
 """
 
@@ -25,15 +26,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from demo_data import Batch, Mixture
-from demo_distil import distillation_loss
+from demo_distil import Distillation
 from demo_model import MTP_STEPS, DemoModel, Moe, Shape
-from demo_optim import DemoOptimizer
+from demo_optim import DemoOptimizer, FinishOptimizer
 from demo_recipe import RECIPE, Phase, Recipe
 from export_demo import load_model
-from torch import Tensor
+from torch import Tensor, nn
 
 CHECKPOINT_SECONDS = 180.0
 LOG_STEPS = 25
+FINISH_ROWS, FINISH_WARM, FINISH_BIAS_RATE = 2, 20, 5e-4
 
 
 class Clock:
@@ -94,8 +96,22 @@ def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp_min(1.0)
 
 
+def draft_losses(
+    model: DemoModel, hidden: Tensor, ids: Tensor, weights: Tensor, log: Log
+) -> Tensor:
+    """Mean loss of the draft steps; hidden [B, T, D], ids and weights [B, T + LOOKAHEAD]."""
+    length, total = hidden.shape[1], hidden.new_zeros(())
+    for step, rows in enumerate(model.drafts(hidden, ids[:, 1 : length + MTP_STEPS])):
+        span = slice(step + 2, step + 2 + length)
+        ahead = weights[:, span]
+        loss = weighted_mean(token_losses(model, rows, ids[:, span], ahead), ahead)
+        log.track(f"draft{step + 1}", float(loss.detach()))
+        total = total + loss / MTP_STEPS
+    return total
+
+
 def batch_loss(
-    model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: Any
+    model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: list[str]
 ) -> Tensor:
     """The training loss of a batch; tracks the loss per domain and of the draft steps."""
     ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
@@ -106,20 +122,13 @@ def batch_loss(
     for row, domain in enumerate(batch.domains):
         log.track(names[domain], float(weighted_mean(losses[row].detach(), ahead[row])))
     total = weighted_mean(losses, ahead)
-    if not few:
-        return total
-    drafts = model.drafts(hidden[:few], ids[:few, 1 : length + MTP_STEPS])
-    for step, rows in enumerate(drafts):
-        span = slice(step + 2, step + 2 + length)
-        ahead = weights[:few, span]
-        loss = weighted_mean(token_losses(model, rows, ids[:few, span], ahead), ahead)
-        log.track(f"draft{step + 1}", float(loss.detach()))
-        total = total + weight / MTP_STEPS * loss
+    if few:
+        total = total + weight * draft_losses(model, hidden[:few], ids[:few], weights[:few], log)
     return total
 
 
 @torch.no_grad()
-def balance(model: DemoModel, rate: float) -> float:
+def balance(model: nn.Module, rate: float) -> float:
     """Move every router's correction bias towards an even load; returns the worst load ratio."""
     worst = 0.0
     for module in model.modules():
@@ -178,6 +187,10 @@ def steps(run: Run, path: Path) -> Iterator[float]:
     run.save(path)
 
 
+def ending(run: Run) -> str:
+    return "stopped" if run.stopping else "done"
+
+
 def train_trunk(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
     current, mixture = -1, None
     for fraction in steps(run, path):
@@ -196,47 +209,38 @@ def train_trunk(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> N
         log.tokens += phase.rows * phase.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
-    log.line(
-        f"trunk {'stopped' if run.stopping else 'done'}: {run.step} steps, {run.tokens} tokens"
-    )
+    log.line(f"trunk {ending(run)}: {run.step} steps, {run.tokens} tokens")
 
 
-def train_index(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
+def train_finish(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
     phase = recipe.phases[-1]
     mixture = Mixture(data, phase.mix)
     for fraction in steps(run, path):
-        batch = mixture.draw(run.rng, 2, phase.length)
-        losses = distillation_loss(run.model, torch.from_numpy(batch.ids), phase.length)
-        sum(losses.values()).backward()
-        for name, loss in losses.items():
-            log.track(name, float(loss.detach()))
-        rate = min(1.0, (run.step + 1) / 20) * max(0.02, min(1.0, 2 * (1 - fraction)))
-        for group in run.optimizer.param_groups:
-            group["lr"] = 3e-3 * rate
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-        run.tokens += 2 * phase.length
-        log.tokens += 2 * phase.length
+        batch = mixture.draw(run.rng, FINISH_ROWS, phase.length)
+        ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
+        distillation = Distillation(run.model, phase.length)
+        run.model.watch = distillation.watch
+        with torch.no_grad():
+            hidden = run.model.trunk(ids[:, : phase.length])
+        loss = draft_losses(run.model, hidden, ids, weights, log)
+        run.model.watch = None
+        for name, divergence in distillation.losses().items():
+            log.track(name, float(divergence.detach()))
+            loss = loss + divergence
+        loss.backward()
+        rate = min(1.0, (run.step + 1) / FINISH_WARM) * max(0.02, 1 - fraction)
+        run.optimizer.step(rate)
+        balance(run.model.mtp, FINISH_BIAS_RATE * (1 - fraction))
+        run.tokens += FINISH_ROWS * phase.length
+        log.tokens += FINISH_ROWS * phase.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
-    log.line(
-        f"index {'stopped' if run.stopping else 'done'}: {run.step} steps, {run.tokens} tokens"
-    )
-
-
-def index_run(model: DemoModel, trunk: Path, seed: int, minutes: float) -> Run:
-    """A run over the indexers alone, on the finished trunk."""
-    model.load_state_dict(torch.load(trunk, weights_only=True)["model"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." in name)
-    chosen = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(chosen, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    return Run(model, optimizer, np.random.default_rng(seed), Clock(minutes))
+    log.line(f"finish {ending(run)}: {run.step} steps, {run.tokens} tokens")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("trunk", "index"))
+    parser.add_argument("stage", choices=("trunk", "finish"))
     parser.add_argument("data", type=Path)
     parser.add_argument("base", type=Path)
     parser.add_argument("run", type=Path)
@@ -253,14 +257,17 @@ def main() -> None:
     args.run.mkdir(parents=True, exist_ok=True)
     path = args.run / f"{args.stage}.pt"
     if args.stage == "trunk":
-        clock = Clock(args.minutes or recipe.minutes)
-        run = Run(model, DemoOptimizer(model, recipe), np.random.default_rng(args.seed), clock)
+        optimizer, minutes = DemoOptimizer(model, recipe), recipe.minutes
     else:
-        run = index_run(model, args.run / "trunk.pt", args.seed, args.minutes or 12)
+        trunk = torch.load(args.run / "trunk.pt", weights_only=True)
+        model.load_state_dict(trunk["model"])
+        optimizer, minutes = FinishOptimizer(model, recipe), recipe.finish_minutes
+    rng = np.random.default_rng(args.seed)
+    run = Run(model, optimizer, rng, Clock(args.minutes or minutes))
     if args.resume:
         run.restore(path)
     with (args.run / "log.txt").open("a") as stream:
-        train = train_trunk if args.stage == "trunk" else train_index
+        train = train_trunk if args.stage == "trunk" else train_finish
         train(run, recipe, args.data, Log(stream), path)
 
 
