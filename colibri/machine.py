@@ -1,0 +1,226 @@
+"""What this machine can do at best: memory, integer products, disk. Speeds are held to these."""
+
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colibri._core import ffi, lib
+from colibri.container import Container
+from colibri.errors import CoreError, UsageError
+from colibri.inventory import records_name
+from colibri.memory import available, physical_cores
+from colibri.model import check
+from colibri.pagecache import evict
+
+MEMORY_BYTES = 256 << 20  # read over and over: several times a large last-level cache
+# (places read at once, bytes asked for in advance): which is fastest differs between processors.
+_PATTERNS = ((1, 0), (1, 1024), (2, 0), (4, 1024), (8, 1024))
+_PAGE = 4096
+PIECE = 1 << 20  # one read of csrc/experts.c
+DEPTHS = (1, 4, 16, 32)
+RECORD_DEPTHS = (1, 2, 4, 8)
+DISK_BYTES = 256 << 20  # read for one figure
+
+
+# ---- processor and memory ---------------------------------------------------------------------
+
+
+def read_bandwidth(threads: int, seconds: float = 0.5, size: int = MEMORY_BYTES) -> float:
+    """Bytes a second that `threads` threads read from memory, by the fastest of a few ways."""
+    error, rate = ffi.new("clb_error *"), ffi.new("double *")
+    best = 0.0
+    for streams, ahead in _PATTERNS:
+        code = lib.clb_measure_read_bandwidth(
+            threads, size, seconds / len(_PATTERNS), streams, ahead, rate, error
+        )
+        check(code, error)
+        best = max(best, rate[0])
+    return best
+
+
+def dot_peak(isa: str, threads: int, seconds: float = 0.3) -> float:
+    """8-bit multiply-adds a second from registers, by the instructions of a kernel table."""
+    error, rate = ffi.new("clb_error *"), ffi.new("double *")
+    check(lib.clb_measure_dot_peak(isa.encode(), threads, seconds, rate, error), error)
+    return float(rate[0])
+
+
+def describe() -> dict[str, Any]:
+    """Names and sizes: what a reader needs to judge the figures."""
+    memory = available()
+    return {
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": physical_cores(),
+        "memory_available": memory.available,
+        "memory_limit": memory.source,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+# ---- disk ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiskWay:
+    """One way to read expert records: past the page cache or through it, bytes a read, reads in
+    flight."""
+
+    direct: bool
+    piece: int
+    depth: int
+
+    def __str__(self) -> str:
+        mode = "direct" if self.direct else "buffered"
+        return f"{mode}, {self.piece / (1 << 20):.3g} MB reads, {self.depth} in flight"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "mode": "direct" if self.direct else "buffered",
+            "read_bytes": self.piece,
+            "depth": self.depth,
+        }
+
+
+class Disk:
+    """Reads of randomly chosen expert records of one container, none of them cached.
+
+    Records of layers in other forms than colibri's own stand for stretches of the largest shard
+    that are as long. `seed` makes the choice repeatable.
+    """
+
+    def __init__(self, container: Container, record_bytes: int, seed: int = 0) -> None:
+        self.record_bytes = -(-record_bytes // _PAGE) * _PAGE
+        self.path, self._places = _records(container, self.record_bytes)
+        self._random = random.Random(seed)
+        self._uring = True
+
+    def stubborn_bytes(self) -> int:
+        """Bytes of the file that stay in the page cache: a process has them mapped."""
+        evict([self.path])
+        return cached_bytes([self.path])
+
+    def ways(self, quick: bool = False) -> list[DiskWay]:
+        """Ways worth trying at this record size."""
+        piece = min(PIECE, self.record_bytes)
+        found = [DiskWay(direct, piece, n) for n in DEPTHS for direct in (True, False)]
+        if self.record_bytes > PIECE:
+            found += [
+                DiskWay(direct, self.record_bytes, n)
+                for n in RECORD_DEPTHS
+                for direct in (True, False)
+            ]
+        return found[2:6] if quick else found
+
+    def measure(self, way: DiskWay, size: int = DISK_BYTES) -> float | None:
+        """Bytes a second over about `size` bytes of records; None when direct reads are refused."""
+        count = min(len(self._places), max(4, size // self.record_bytes))
+        places = ffi.new("int64_t[]", self._random.sample(self._places, count))
+        path = ffi.new("char[]", os.fsencode(self.path))
+        plan = ffi.new("clb_disk_plan *")
+        plan.path, plan.offsets, plan.records = path, places, count
+        plan.record_bytes, plan.piece, plan.depth = self.record_bytes, way.piece, way.depth
+        plan.direct = way.direct
+        evict([self.path])
+        return self._run(plan, way)
+
+    def _run(self, plan: Any, way: DiskWay) -> float | None:
+        error, rate = ffi.new("clb_error *"), ffi.new("double *")
+        plan.uring = self._uring
+        code = lib.clb_measure_disk(plan, rate, error)
+        if code == lib.CLB_NO_MEMORY and self._uring:
+            self._uring = False  # not offered here: threads, as the engine does
+            return self._run(plan, way)
+        try:
+            check(code, error)
+        except CoreError:
+            if way.direct and code == lib.CLB_IO:
+                return None
+            raise
+        return float(rate[0])
+
+
+def _records(container: Container, size: int) -> tuple[Path, list[int]]:
+    """The shard with the most records and where they begin, in bytes."""
+    found: dict[int, list[int]] = {}
+    for layer, sparse in enumerate(container.sparse[: container.config.num_hidden_layers]):
+        tensor = container.tensors.get(records_name(layer)) if sparse else None
+        if tensor is not None and tensor.shape[1] == size:
+            places = range(tensor.offset, tensor.offset + tensor.nbytes, size)
+            found.setdefault(tensor.shard, []).extend(places)
+    if found:
+        shard = max(found, key=lambda number: len(found[number]))
+        return container.shards[shard].path, found[shard]
+    largest = max(container.shards, key=lambda shard: shard.size)
+    places = list(range(0, largest.size - size, size))
+    if not places:
+        raise UsageError(f"{largest.path}: is smaller than one expert; nothing to read")
+    return largest.path, places
+
+
+def cached_bytes(paths: list[Path]) -> int:
+    """Bytes of these files in the page cache."""
+    return sum(_cached(path) for path in paths)
+
+
+def _cached(path: Path) -> int:
+    error, size = ffi.new("clb_error *"), ffi.new("int64_t *")
+    check(lib.clb_measure_cached(os.fsencode(path), size, error), error)
+    return int(size[0])
+
+
+# ---- this process -------------------------------------------------------------------------------
+
+
+def bytes_from_disk() -> int | None:
+    """Bytes this process has caused to be read from disks; None where the system does not say."""
+    return next(_fields(Path("/proc/self/io"), "read_bytes"), None)
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM and is no file's; None where it is not known."""
+    size = next(_fields(Path("/proc/self/status"), "RssAnon"), None)
+    return None if size is None else size << 10
+
+
+def _fields(path: Path, name: str) -> Iterator[int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key == name:
+            yield int(value.split()[0])
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """Another process that spins on the last core this one may use."""
+    pin = ""
+    if hasattr(os, "sched_getaffinity"):
+        pin = f"import os; os.sched_setaffinity(0, {{{max(os.sched_getaffinity(0))}}})\n"
+    program = pin + "print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as spinner:
+        assert spinner.stdout is not None
+        spinner.stdout.readline()  # from here on it spins
+        try:
+            yield
+        finally:
+            spinner.kill()
