@@ -19,6 +19,11 @@ _IO = {
     "buffered": lib.CLB_IO_BUFFERED,
     "direct": lib.CLB_IO_DIRECT,
 }
+_PILOT = {
+    "off": lib.CLB_PILOT_OFF,
+    "router": lib.CLB_PILOT_ROUTER,
+    "fed": lib.CLB_PILOT_FED,
+}
 _ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -77,15 +82,26 @@ class Model:
         model.set_residency("mmap", 0)
         return model
 
-    def set_residency(self, io: str, slots_per_layer: int) -> None:
+    def set_residency(self, io: str, slots_per_layer: int, pilot: str = "off") -> None:
         """How experts come into memory, from the next step on; what was resident is dropped.
 
         `io`: mmap (the page cache holds them), mmap-tight (pages are asked for at every use),
         buffered or direct (our own slots, at most `slots_per_layer` experts a layer on average).
+        `pilot`: off, router (guess the next layer's experts by its router, and read them while the
+        disk is idle) or fed (guesses come from `feed_pilot`).
         """
         error = ffi.new("clb_error *")
-        code = lib.clb_model_set_residency(self.handle, _IO[io], slots_per_layer, error)
+        code = lib.clb_model_set_residency(
+            self.handle, _IO[io], slots_per_layer, _PILOT[pilot], error
+        )
         check(code, error)
+
+    def feed_pilot(self, guesses: np.ndarray) -> None:
+        """Guessed expert ids for the next steps: i32 [num_hidden_layers, n], -1 for none."""
+        guesses = np.ascontiguousarray(guesses, np.int32)
+        error = ffi.new("clb_error *")
+        ids = ffi.from_buffer("int32_t[]", guesses)
+        check(lib.clb_model_feed_pilot(self.handle, ids, guesses.shape[1], error), error)
 
     def resident(self) -> list[tuple[int, int]]:
         """(layer, expert) of every expert in a slot, most recently used first."""

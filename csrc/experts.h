@@ -16,7 +16,8 @@ typedef struct clb_run { /* pairs [first, last) of a layer share one expert */
     bool done;
 } clb_run;
 
-int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots_per_layer, clb_error *error);
+int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots_per_layer, int32_t pilot,
+                          clb_error *error);
 void clb_residency_free(clb_residency *r);
 /* Slots one batch may lease at once in this layer; INT64_MAX when mapped. */
 int64_t clb_residency_room(const clb_residency *r, int64_t layer);
@@ -29,5 +30,9 @@ int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, clb_count
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
 /* Recency: the experts of rows that were kept, in token order; those of other rows do not count. */
 void clb_residency_commit(clb_session *s);
+
+/* pilot.c: after a layer, guesses the next sparse layer's experts and reads those that are missing
+   into spare slots, when the disk has nothing else to do. */
+void clb_pilot_hint(clb_session *s, int64_t layer, int64_t rows);
 
 #endif

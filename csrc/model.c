@@ -361,9 +361,10 @@ int64_t clb_model_expert_bytes(const clb_model *m, int32_t layer) {
     return layer >= 0 && layer < m->layer_count ? m->layers[layer].expert_bytes : 0;
 }
 
-int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, clb_error *error) {
+int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, int32_t pilot,
+                                clb_error *error) {
     for (int64_t i = 0; i < m->layer_count; i++)
         if (m->layers[i].sparse && !m->layers[i].experts)
             return clb_fail(error, CLB_INVALID, "layer %d has no experts yet", (int)i);
-    return clb_residency_new(m, io, slots, error);
+    return clb_residency_new(m, io, slots, pilot, error);
 }

@@ -77,7 +77,8 @@ static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int3
     clb_acts *a = &input->form[format == CLB_INT4];
     if (clb_is_float(format)) return;
     m->kernels->quantize(a->x + row * a->x_stride, a->cols,
-                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8, a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
+                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8,
+                         a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
                          a->start + row * a->blocks * CLB_LANES);
 }
 

@@ -124,7 +124,8 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
     if (take_inputs(s, &b)) {
         clb_session_free(s);
         return clb_fail(error, CLB_NO_MEMORY, "out of memory: a context of %lld needs more than "
-                        "%lld bytes; ask for a smaller one", (long long)context, (long long)b.bytes);
+                        "%lld bytes; ask for a smaller one", (long long)context,
+                        (long long)b.bytes);
     }
     s->bytes = b.bytes;
     *session = s;

@@ -137,6 +137,7 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
         clb_write_keys(s, &m->layers[i], i, &rows);
         code = clb_layer_finish(s, i, &rows, error);
         if (code) return code;
+        clb_pilot_hint(s, i + 1, n);
     }
     clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, s->hidden, hidden);
     if (want == CLB_LOGITS_ALL) clb_head(s, s->hidden, n, logits);

@@ -52,6 +52,8 @@ def test_every_way_of_reading_gives_the_same_bits(directory):
         for io, slots in WAYS:
             model.set_residency(io, slots)
             results.add(run(model))
+            model.set_residency(io, slots, "router")
+            results.add(run(model))
     assert len(results) == 1
 
 
@@ -161,3 +163,41 @@ def test_slots_must_be_some(directory):
     model = Model.open(Container.open(directory))
     with pytest.raises(CoreError, match="0 expert slots a layer cannot work"):
         model.set_residency("direct", 0)
+
+
+def decode_with_guesses(model: Model, guesses) -> tuple[bytes, dict[str, int]]:
+    """Logits and counters of 24 decode steps, `guesses(token)` fed before each."""
+    model.set_residency("direct", 5, "fed" if guesses else "off")
+    session = Session(model, 64, 4)
+    seen = []
+    for token in range(3, 27):
+        if guesses:
+            model.feed_pilot(guesses(token))
+        seen.append(session.step_all([token]).tobytes())
+    return b"".join(seen), session.counters()
+
+
+def test_guesses_change_no_bit_and_true_ones_are_used(directory):
+    """True guesses are used, nonsense makes the pilot stop, and neither changes a bit."""
+    model = Model.open(Container.open(directory), mtp=False)
+    layers, k = model.config.num_hidden_layers, model.config.num_experts_per_tok
+    trace = {}
+    plain = Session(model, 64, 4)
+    for token in range(3, 27):
+        plain.step_all([token])
+        table = np.full((layers, k), -1, np.int32)
+        for layer in range(layers):
+            chosen_here = plain.experts(layer, 1)
+            if chosen_here is not None:
+                table[layer] = chosen_here[0]
+        trace[token] = table
+    noise = np.random.default_rng(1)
+    off, base = decode_with_guesses(model, None)
+    true, told = decode_with_guesses(model, trace.__getitem__)
+    wrong, misled = decode_with_guesses(
+        model, lambda token: np.where(trace[token] < 0, -1, noise.integers(0, 16, (layers, k)))
+    )
+    assert off == true == wrong
+    assert told["pilot_useful"] > 0.9 * told["pilot_reads"] > 0
+    assert told["expert_loads"] < 0.5 * base["expert_loads"]
+    assert misled["pilot_reads"] < told["pilot_reads"] / 2

@@ -1,0 +1,72 @@
+/* Inside the residency: experts.c leases slots, loads.c fills them, pilot.c fills spare ones. */
+#ifndef CLB_RESIDENCY_H
+#define CLB_RESIDENCY_H
+#include "experts.h"
+#include "reader.h"
+#include "slots.h"
+
+enum {
+    CLB_READS = 256,     /* reads in flight at most */
+    CLB_PILOT_SLOTS = 8, /* guesses held at once */
+};
+
+typedef struct clb_pilot { /* guesses about the next layer's experts */
+    int32_t mode;
+    int32_t stage[CLB_PILOT_SLOTS]; /* spare slots of the main pool */
+    int32_t *fed;                   /* [layers][fed_count] guesses given from outside */
+    int64_t fed_count;
+    int64_t useful, settled;        /* guesses that were asked for; all that were judged */
+    int64_t resume_step;            /* no guesses before this step */
+} clb_pilot;
+
+typedef struct clb_pending { /* a slot whose reads are not all in flight yet */
+    clb_slots *pool;
+    int32_t slot, extent;
+    int64_t offset; /* next byte of that extent */
+    clb_extents places;
+} clb_pending;
+
+struct clb_residency {
+    int32_t io;
+    int64_t mtp_layer;
+    clb_slots pools[2]; /* main layers; the MTP layer, whose experts may be larger */
+    int32_t *where;     /* [layer_count][experts] slot or CLB_NONE */
+    uint8_t *populated; /* [layer_count][experts] mapped pages asked for once */
+    clb_reader *reader;
+    clb_read reads[CLB_READS];
+    clb_slot *read_slot[CLB_READS];
+    int64_t read_needed[CLB_READS]; /* bytes of the read that must arrive */
+    int32_t read_shard[CLB_READS];
+    int32_t free_reads[CLB_READS], free_count;
+    clb_pending *queue; /* [slots] ring of slots still to be put in flight */
+    int64_t queue_head, queue_tail, queue_size;
+    clb_pilot pilot;
+};
+
+static inline clb_slots *clb_pool_of(clb_residency *r, int64_t layer) {
+    return &r->pools[layer == r->mtp_layer];
+}
+
+static inline int32_t *clb_where(clb_model *m, int64_t layer, int64_t expert) {
+    return &m->residency->where[layer * m->config.experts + expert];
+}
+
+/* ---- loads.c ------------------------------------------------------------------------------- */
+
+/* Begins to fill slot i with an expert; the slot must be held by nobody. */
+void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert,
+                    int64_t step);
+/* Puts as many of the waiting pieces in flight as the reader has room for. */
+void clb_load_pump(clb_model *m);
+/* Takes in what has arrived; waits for one read when asked. False: nothing is left to wait for. */
+bool clb_load_take_in(clb_model *m, bool wait, clb_error *error);
+bool clb_load_idle(const clb_residency *r); /* nothing is in flight or waiting */
+int64_t clb_now_ns(void);
+
+/* ---- pilot.c ------------------------------------------------------------------------------- */
+
+/* A spare slot that holds (or is reading) the expert trades places with the victim of a miss.
+   Returns the slot, now the most recent, or CLB_NONE. */
+int32_t clb_pilot_adopt(clb_model *m, int32_t layer, int32_t expert);
+
+#endif
