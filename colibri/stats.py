@@ -124,8 +124,8 @@ def full(receipt: Receipt) -> str:
 
 def _segments(ledger: Ledger) -> list[str]:
     """A line per segment and their sum; MB are 10^6 bytes."""
-    heads = ["", "passes", "rows", "tokens", "    ms", "experts", "expert MB", "dense MB", "head MB",
-             "index scores"]  # fmt: skip
+    heads = ["", "passes", "rows", "tokens", "    ms", "experts", "expert MB", "dense MB",
+             "head MB", "index scores"]  # fmt: skip
     rows = [(name, _figures(segment)) for name, segment in ledger.segments.items()]
     rows.append(("together", [sum(column) for column in zip(*(f for _, f in rows), strict=True)]))
     lines = [f"{heads[0]:<8}" + "".join(f"{head:>{len(head) + 4}}" for head in heads[1:])]

@@ -9,10 +9,9 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from typing import TextIO
 
-from colibri.answer import REASONING, Piece
+from colibri.answer import REASONING, TEXT, Piece
 from colibri.knobs import Screen
 
 _REDRAW = 0.1  # seconds between two states of a progress line
@@ -27,19 +26,22 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
-@dataclass
 class Terminal:
-    """The two streams of one command. Made by `Terminal.of(screen, quiet)`."""
+    """The two streams of one command. Made by `Terminal.of(screen, quiet)`.
 
-    out: TextIO
-    err: TextIO
-    screen: Screen
-    quiet: bool
-    _drawn: bool = False
-    _next: float = 0.0
-    _kind: str | None = None
-    _open: TextIO | None = None
-    _last: str = "\n"
+    What is a terminal is asked once: a system call for every token would be felt.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO, screen: Screen, quiet: bool = False) -> None:
+        self.out, self.err, self.screen, self.quiet = out, err, screen, quiet
+        self.watched = is_terminal(out)
+        self._draws = is_terminal(err) and not screen.dumb and not quiet
+        self._places = {TEXT: (out, "", ""), REASONING: self._reasoning_place()}
+        self._drawn = False
+        self._next = 0.0
+        self._kind: str | None = None
+        self._open: TextIO | None = None
+        self._last = "\n"
 
     @classmethod
     def of(cls, screen: Screen, quiet: bool = False) -> "Terminal":
@@ -51,18 +53,17 @@ class Terminal:
         return cls(sys.stdout, sys.stderr, screen, quiet)
 
     @property
-    def watched(self) -> bool:
-        """Whether a person watches stdout."""
-        return is_terminal(self.out)
-
-    @property
     def width(self) -> int:
         """Columns: COLUMNS, else the terminal's, at least 20."""
         return max(20, self.screen.columns or shutil.get_terminal_size().columns)
 
-    def styled(self, stream: TextIO) -> bool:
-        """Whether escape sequences may be written to this stream."""
-        return is_terminal(stream) and not self.screen.dumb
+    def _reasoning_place(self) -> tuple[TextIO, str, str] | None:
+        """Reasoning is for people, dimmed: where one watches, nowhere else."""
+        stream = self.out if self.watched else self.err
+        if not is_terminal(stream) or (stream is self.err and self.quiet):
+            return None
+        dim = self.screen.color and not self.screen.dumb
+        return (stream, _DIM, _PLAIN) if dim else (stream, "", "")
 
     # ---- the answer -------------------------------------------------------------------------
 
@@ -72,20 +73,19 @@ class Terminal:
         self.out.flush()
 
     def show(self, piece: Piece) -> None:
-        """A piece of an answer: text to stdout, reasoning dimmed to whoever watches."""
-        stream = self._stream_of(piece.kind)
-        if stream is None:
+        """A piece of an answer: text to stdout, reasoning to whoever watches."""
+        kind, text = piece
+        place = self._places[kind]
+        if place is None:
             return
         self.clear()
-        text = piece.text
-        if self._kind not in (None, piece.kind) and self._open is stream:
+        stream, before, after = place
+        if kind != self._kind and self._open is stream:
             stream.write("\n" if self._last == "\n" else "\n\n")
             text = text.lstrip("\n")
-        if piece.kind == REASONING and self.styled(stream) and self.screen.color:
-            text = f"{_DIM}{text}{_PLAIN}"
-        stream.write(text)
+        stream.write(f"{before}{text}{after}")
         stream.flush()
-        self._kind, self._open, self._last = piece.kind, stream, piece.text[-1]
+        self._kind, self._open, self._last = kind, stream, piece.text[-1]
 
     def end(self) -> None:
         """End the line that the last piece left open."""
@@ -93,12 +93,6 @@ class Terminal:
             self._open.write("\n")
             self._open.flush()
         self._kind = self._open = None
-
-    def _stream_of(self, kind: str) -> TextIO | None:
-        """Pipes get the answer alone; reasoning is for people."""
-        if kind != REASONING or self.watched:
-            return self.out
-        return self.err if is_terminal(self.err) and not self.quiet else None
 
     # ---- beside the answer ------------------------------------------------------------------
 
@@ -111,7 +105,7 @@ class Terminal:
     def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         """Draw "what done/total unit" on stderr where a person watches."""
         now = time.monotonic()
-        if self.quiet or not self.styled(self.err) or now < self._next:
+        if not self._draws or now < self._next:
             return
         self._next = now + _REDRAW
         line = f"{what} {done}/{total} {unit}".rstrip()

@@ -1,0 +1,201 @@
+"""The engine across turns: prefixes reused, turns cancelled and taken up, stops from everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from colibri.engine import Engine
+from colibri.errors import ConfigError, ContextFull
+from colibri.interrupt import Interrupts
+from colibri.knobs import Settings
+from colibri.turn import Turn
+
+STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture(scope="module", params=["auto", "0"])
+def engine(request) -> Engine:
+    """The demo, greedy, with and without drafting."""
+    return Engine.open(
+        Settings.resolve({"temperature": "0", "threads": "1", "draft": request.param}, {})
+    )
+
+
+@pytest.fixture
+def copy(demo_path, tmp_path) -> Path:
+    """A copy of the demo whose side files may be changed."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for path in demo_path.iterdir():
+        if path.suffix == ".safetensors":
+            (directory / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, directory)
+    return directory
+
+
+def change(path: Path, **fields: object) -> None:
+    """Set fields of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def finish(turn: Turn) -> str:
+    """Run a turn to its end."""
+    return "".join(piece.text for piece in turn)
+
+
+def test_turns_reuse_what_they_share(engine):
+    """A second question runs only what is new, and answers what a fresh engine answers."""
+    slot = engine.new_slot()
+    first = finish(engine.answer(engine.chat(STORY), slot))
+    messages = [
+        *STORY,
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "More."},
+    ]
+    turn = engine.answer(engine.chat(messages), slot)
+    second = finish(turn)
+    assert turn.receipt.reused_tokens > len(engine.chat(STORY).ids)
+    fresh = engine.answer(engine.chat(messages), engine.new_slot())
+    assert finish(fresh) == second and fresh.receipt.reused_tokens == 0
+
+
+def test_the_same_question_again(engine):
+    """Asked twice, one or two rows are run, and the answer is the same."""
+    slot = engine.new_slot()
+    turns = [engine.answer(engine.chat(STORY), slot) for _ in range(2)]
+    assert finish(turns[0]) == finish(turns[1])
+    assert turns[1].receipt.prefill_tokens <= 2
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_cancelled_turns(engine, after):
+    """A cancelled turn ends with a receipt, and the next one is as if it had never been."""
+    slot = engine.new_slot()
+    turn = engine.answer(engine.chat(STORY), slot)
+    if after == 0:
+        turn.cancel()
+    shown = []
+    for piece in turn:
+        shown.append(piece.text)
+        if len(shown) == after:
+            turn.cancel()
+    assert turn.finish_reason == turn.receipt.finish_reason == "interrupted"
+    assert turn.receipt.answer_tokens == len(turn.token_ids) and len(shown) <= after + 1
+    whole = finish(engine.answer(engine.chat(STORY), engine.new_slot()))
+    assert whole.startswith("".join(shown))
+    assert finish(engine.answer(engine.chat(STORY), slot)) == whole
+
+
+def test_cancelled_in_the_middle_of_a_prompt(engine):
+    """Rows read before the cancellation are kept and reused."""
+    slot = engine.new_slot()
+    long = [{"role": "user", "content": "Tell me. " * 150}]
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done >= 256:
+            turn.cancel()
+
+    turn = engine.answer(engine.chat(long), slot, max_tokens=8, progress=stop)
+    assert finish(turn) == "" and turn.finish_reason == "interrupted"
+    again = engine.answer(engine.chat(long), slot, max_tokens=8)
+    fresh = engine.answer(engine.chat(long), engine.new_slot(), max_tokens=8)
+    assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 128
+
+
+def test_interrupts(engine):
+    """SIGINT reaches a turn through the descriptor even if no Python handler could run."""
+    with Interrupts() as interrupts:
+        turn = engine.answer(engine.chat(STORY), engine.new_slot())
+        turn.session.watch(interrupts.fd)
+        os.write(interrupts._write, b"\x00")  # what the interpreter does for a signal
+        assert finish(turn) == "" and turn.finish_reason == "interrupted"
+        assert not interrupts.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_two_signals_during_one_core_call(engine):
+    """Python learns of two signals in one call; the pipe has both, and two mean quit."""
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        os.write(interrupts._write, bytes([signal.SIGINT]))
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_room(engine):
+    """A prompt must leave room for one token; the last one that does gets exactly one."""
+    base = len(engine.raw("").ids)
+    word = engine.tokenizer.encode("fox")[0]
+    prompt = engine.raw("")
+    prompt.ids.extend([word] * (engine.context - 1 - base))
+    turn = engine.answer(prompt, engine.new_slot())
+    finish(turn)
+    assert (len(turn.token_ids), turn.finish_reason) in [(1, "context"), (0, "stop")]
+    prompt.ids.append(word)
+    with pytest.raises(ContextFull, match="the prompt has 1024 tokens and the context holds 1024"):
+        engine.answer(prompt)
+
+
+# ---- side files ---------------------------------------------------------------------------------
+
+
+def settings(directory: Path, **flags: str) -> Settings:
+    """Settings for a model directory."""
+    return Settings.resolve({"model": str(directory), "threads": "1", **flags}, {})
+
+
+def test_stops_come_from_everywhere(copy):
+    """The stops are the union of config.json, generation_config.json and the tokenizer."""
+    change(copy / "config.json", eos_token_id=11)
+    change(copy / "generation_config.json", eos_token_id=[12])
+    engine = Engine.open(settings(copy))
+    assert engine.stops == {11, 12} | engine.tokenizer.eos_ids
+    assert len(engine.tokenizer.eos_ids) == 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p"])
+@pytest.mark.parametrize("value", ["0.5", -1, True, 1e9])
+def test_bad_recommendations_are_named(copy, name, value):
+    """A generation_config.json that recommends nonsense is refused by field and file."""
+    change(copy / "generation_config.json", **{name: value})
+    with pytest.raises(ConfigError, match=rf"generation_config.json: {name} is"):
+        Engine.open(settings(copy))
+
+
+def test_without_recommendations(copy):
+    """Without the file sampling is plain: temperature 1, nothing cut off."""
+    (copy / "generation_config.json").unlink()
+    engine = Engine.open(settings(copy))
+    params = engine.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert engine.recommended == frozenset()
+
+
+def test_tokenizer_of_another_model(copy):
+    """A tokenizer with more tokens than the model has rows is refused."""
+    path = copy / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 2048, "content": "<|more|>"})
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="2049 tokens, the model 2048"):
+        Engine.open(settings(copy))
+
+
+def test_without_mtp(copy):
+    """--no-mtp and --draft 0 do not even read the MTP layer; drafts then come from the text."""
+    whole = Engine.open(settings(copy)).model.dense_bytes
+    for flags in ({"mtp": "0"}, {"draft": "0"}):
+        engine = Engine.open(settings(copy, **flags))
+        assert not engine.model.has_mtp and engine.model.dense_bytes < whole
+    drafter, _ = Engine.open(settings(copy, mtp="0")).speculation(engine.slot, engine.sampling)
+    assert drafter.name == "ngram"
