@@ -20,8 +20,9 @@ from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.knobs import Settings
-from colibri.memory import budget, physical_cores
+from colibri.memory import RESERVE, budget, physical_cores
 from colibri.model import Model
+from colibri.plan import Demand, Plan, make_plan
 from colibri.sampling import Sampler, SamplingParams
 from colibri.session import Session
 from colibri.tokenizer import Tokenizer
@@ -69,6 +70,7 @@ class Engine:
         self.stops = container.config.eos_token_ids | self.tokenizer.eos_ids
         self.sampling, self.recommended = generation.sampling(settings, container.directory)
         self.load_seconds = 0.0
+        self.plan: Plan | None = None
         self.slot = self.new_slot()
         if self.tokenizer.vocab_used > container.config.vocab_size:
             raise ConfigError(
@@ -92,13 +94,25 @@ class Engine:
             progress=progress and (lambda done, total: progress("loading layer", done, total)),
         )
         engine = cls(container, model, settings, size)
-        memory.require(
-            model.dense_bytes + engine.slot.session.bytes,
-            f"{container.directory} with a context of {size} tokens",
-            "Ask for a smaller --ctx or raise --ram.",
-        )
+        engine.plan = make_plan(engine.demand(), memory.bytes, settings.io, RESERVE)
+        pilot = "router" if settings.spec else "off"
+        model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
         return engine
+
+    def demand(self) -> Demand:
+        """What the model and one slot ask for."""
+        config = self.container.config
+        return Demand(
+            dense=self.model.dense_bytes,
+            session=self.slot.session.bytes,
+            container=sum(shard.size for shard in self.container.shards),
+            experts=config.n_routed_experts,
+            layers=sum(self.container.sparse[: config.num_hidden_layers]),
+            slot=self.model.slot_bytes(),
+            mtp_slot=self.model.slot_bytes(mtp=True) if self.model.has_mtp else 0,
+            experts_per_token=config.num_experts_per_tok,
+        )
 
     def new_slot(self) -> Slot:
         """Room for another conversation."""

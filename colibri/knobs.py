@@ -195,9 +195,13 @@ KNOBS = (
          "Tokens the context holds, prompt and answer together.",
          "up to 32768, less where the model's limit or memory says so", MACHINE, also=("CTX",)),
     Knob("ram", "--ram", Size(),
-         "Memory for the dense weights and the caches; the run is refused when they need more. "
-         "(Experts are read through the page cache, which this does not limit.)",
+         "Memory for dense weights, caches and experts together; the run is refused when the first "
+         "two and one expert a layer need more. (The page cache of --io mmap is not limited.)",
          "what is free, cgroup limits included", MACHINE, also=("RAM_GB",)),
+    Knob("io", "--io", Choice(("auto", "mmap", "buffered", "direct")),
+         "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
+         "last used within --ram; auto takes what fits. The text does not depend on it.",
+         "auto", MACHINE, default="auto"),
     Knob("threads", "--threads", Number(1, 1024, whole=True),
          "Threads that compute. The text does not depend on it.",
          "the physical cores this process may use", MACHINE),
@@ -215,7 +219,7 @@ KNOBS = (
          "How drafts are verified when sampling (docs/speculation.md).", "rejection", SPECULATION,
          default="rejection"),
     Knob("spec", "--spec", Switch(),
-         "Read ahead by the next layer's router. Accepted, but without effect in this version.",
+         "Read experts ahead, from an idle disk, as the next layer's router guesses them.",
          "off", SPECULATION, default=False, also=("SPEC",), off="--no-spec"),
     Knob("stats", "--stats", Choice(("line", "table", "full")),
          "Receipt on stderr: one line; a table (plain --stats); full: with the ledger of drafts.",
@@ -271,6 +275,7 @@ class Settings:
     raw: bool = False
     context: int | None = None
     ram: int | None = None
+    io: str = "auto"
     threads: int | None = None
     isa: str | None = None
     draft: int | None = None

@@ -9,7 +9,8 @@ from colibri.errors import UsageError
 
 ROOT = Path("/")
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a huge number
-_RESERVE = 256 << 20  # left to Python, the tokenizer and everyone else
+RESERVE = 96 << 20  # Python, the tokenizer and their libraries
+_SPARED = 16  # of free host memory one part in so many is left to everyone else
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for the dense weights, the caches and the scratch together."""
+    """Bytes for this process: dense weights, caches, scratch, experts, and RESERVE."""
 
     bytes: int
     source: str
@@ -44,11 +45,12 @@ def gigabytes(size: float) -> str:
 
 
 def budget(ram: int | None, root: Path = ROOT) -> Budget:
-    """What `--ram` allows, else what is available now less a small reserve."""
+    """What `--ram` allows, else what is available now, a little of the host's spared."""
     if ram is not None:
         return Budget(ram, "--ram")
     memory = available(root)
-    return Budget(max(memory.available - _RESERVE, 0), memory.source)
+    spared = 0 if "cgroup" in memory.source else memory.available // _SPARED
+    return Budget(memory.available - spared, memory.source)
 
 
 def available(root: Path = ROOT) -> Memory:

@@ -19,11 +19,14 @@ class Receipt:
 
     `prompt` counts are of the prefill, `answer` counts of decoding; core counters are those of
     csrc/colibri.h. `first_token_seconds` runs from the start of the turn, None without a token.
+    `slots_per_layer` experts of each layer may stay in memory; 0: the page cache decides.
     """
 
     model: str
     isa: str
     threads: int
+    io: str
+    slots_per_layer: int
     load_seconds: float
     context: int
     prompt_tokens: int
@@ -167,11 +170,25 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("drafts", _drafts(receipt)),
         ("forwards", f"{counters['forwards']} of {counters['rows']} rows for the answer"
                      f"{_each(receipt)}"),
-        ("experts", f"{both['expert_uses']} uses, {gigabytes(both['expert_bytes'])}"),
+        ("experts", _experts(receipt, both)),
         ("sampling", _sampling(receipt)),
         ("finish", _finish(receipt)),
         *(("note", note) for note in receipt.notes),
     ]  # fmt: skip
+
+
+def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
+    used = f"{counters['expert_uses']} used ({gigabytes(counters['expert_bytes'])})"
+    if not receipt.slots_per_layer:
+        return f"{used}, {receipt.io}"
+    waited = _seconds(counters["read_wait_ns"] / 1e9)
+    text = (
+        f"{used}, {counters['expert_loads']} read ({gigabytes(counters['read_bytes'])}, "
+        f"{receipt.io}), {waited} waited, {receipt.slots_per_layer} slots a layer"
+    )
+    if counters["pilot_reads"]:
+        text += f", {counters['pilot_useful']} of {counters['pilot_reads']} read ahead were of use"
+    return text
 
 
 def _drafts(receipt: Receipt) -> str:

@@ -141,6 +141,8 @@ class Turn:
         return Receipt(
             model=str(engine.container.directory),
             isa=engine.model.isa,
+            io=engine.plan.io if engine.plan else "mmap",
+            slots_per_layer=engine.plan.slots_per_layer if engine.plan else 0,
             threads=engine.model.threads,
             load_seconds=engine.load_seconds,
             context=self.session.context,

@@ -8,8 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from colibri.engine import Engine
+from colibri.knobs import Settings
+from colibri.memory import RESERVE
+
 STORY = "Tell me a story about a fox."
 RUN = ("-p", STORY, "--temp", "0")
+
+
+@pytest.fixture(scope="module")
+def tight() -> str:
+    """--ram that leaves eight slots a layer for the demo's 32 experts."""
+    engine = Engine.open(Settings.resolve({"threads": "1"}, {}))
+    demand = engine.demand()
+    need = demand.dense + demand.session + RESERVE + 8 * demand.slot_round
+    return f"{need / (1 << 20) + 0.01:.3f}M"
 
 
 def test_answer_ends_with_a_newline_and_a_receipt(command):
@@ -47,12 +60,13 @@ def test_seeds(command):
     assert command.answer("-p", STORY, "--seed", seed)["text"] == drawn["text"]
 
 
-def test_nothing_but_the_clock_changes(command):
+def test_nothing_but_the_clock_changes(command, tight):
     """Threads, instruction sets, drafting and memory limits give the same greedy text."""
     ways = [
         {}, {"COLIBRI_THREADS": "1"}, {"COLIBRI_THREADS": "3"}, {"COLIBRI_ISA": "scalar"},
         {"DRAFT": "0"}, {"DRAFT": "3"}, {"MTP": "0"}, {"DRAFT": "0", "MTP": "0", "SPEC": "1"},
-        {"RAM_GB": "1"}, {"CTX": "200"},
+        {"RAM_GB": "1"}, {"CTX": "200"}, {"COLIBRI_IO": "direct", "COLIBRI_RAM": tight},
+        {"COLIBRI_IO": "buffered", "COLIBRI_RAM": tight, "SPEC": "1"},
     ]  # fmt: skip
     texts = {command("run", *RUN, "-n", "80", env=way).out for way in ways}
     assert len(texts) == 1 and len(texts.pop()) > 100
@@ -87,6 +101,16 @@ def test_full_receipt_has_the_ledger(command):
     text = command("run", *RUN, "--stats=full").err
     for word in ("model", "engine", "finish", "draft", "verify", "absorb", "plain"):
         assert re.search(rf"^ *{word}\b", text, re.MULTILINE), word
+
+
+def test_memory_for_experts(command, tight):
+    """With less memory than experts some are read again; the receipt counts and names them."""
+    run = ("run", *RUN, "-n", "40", "--stats", "--io", "direct", "--ram")
+    table = command(*run, tight).err
+    found = re.search(r"(\d+) used .*, (\d+) read .*, (\d+) slots a layer", table)
+    used, read, slots = map(int, found.groups())
+    assert slots == 8 and 0 < read < used
+    assert "give more memory with --ram" in command(*run, "90M").err
 
 
 def test_quiet(command):
