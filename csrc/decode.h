@@ -99,12 +99,15 @@ static inline uint32_t clb_less(uint32_t bytes, uint32_t offsets) {
 }
 
 static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
-    uint32_t words[CLB_LANES];
-    for (int l = 0; l < CLB_LANES; l++) {
-        uint32_t high = (uint32_t)p[16 + l / 2] >> 4 * (l & 1) & 15;
-        uint32_t bits = high * 0x204081u & 0x01010101u; /* bit i of the four to byte i */
-        words[l] = clb_less(clb_spread_pairs(p[l]) | bits << 2, 0x04040404u);
-    }
+    uint32_t words[CLB_LANES], high[2]; /* eight lanes' high bits, four each */
+    memcpy(high, p + 16, sizeof high);
+    for (int half = 0; half < 2; half++)
+        for (int l = 0; l < 8; l++) {
+            uint32_t bits = high[half] >> 4 * l & 15; /* bit i of the four goes to byte i */
+            bits = (bits | bits << 7 | bits << 14 | bits << 21) & 0x01010101u;
+            words[8 * half + l] = clb_less(clb_spread_pairs(p[8 * half + l]) | bits << 2,
+                                           0x04040404u);
+        }
     memcpy(out, words, sizeof words);
 }
 

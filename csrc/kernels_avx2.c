@@ -58,6 +58,24 @@ static inline float lanes_fold(lanes a) {
     return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
 }
 
+/* The same additions for four at once: halves side by side, then pairs side by side. */
+#define CLB_FOLD_FOUR
+static inline __m256 fold_quarters(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+static inline void lanes_fold_four(const lanes *a, float *out) {
+    __m256 ab = fold_quarters(_mm256_add_ps(a[0].low, a[0].high),
+                              _mm256_add_ps(a[1].low, a[1].high));
+    __m256 cd = fold_quarters(_mm256_add_ps(a[2].low, a[2].high),
+                              _mm256_add_ps(a[3].low, a[3].high));
+    __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    __m256 one = _mm256_add_ps(_mm256_shuffle_ps(two, two, 0x88),
+                               _mm256_shuffle_ps(two, two, 0xdd)); /* a c . . b d . . */
+    _mm_storeu_ps(out, _mm_unpacklo_ps(_mm256_castps256_ps128(one),
+                                       _mm256_extractf128_ps(one, 1)));
+}
+
 /* f[lane[l]]: a block's lanes 0..7 meet at most eight groups, and so do lanes 8..15. */
 static inline lanes lanes_pick(const float *f, const int32_t *lane) {
     __m256i low = _mm256_loadu_si256((const __m256i *)lane);

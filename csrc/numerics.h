@@ -64,6 +64,13 @@ static inline float lanes_fold(lanes a) {
 }
 #endif
 
+#ifndef CLB_FOLD_FOUR
+static inline void lanes_fold_four(const lanes *a, float *out) {
+    for (int k = 0; k < 4; k++)
+        out[k] = lanes_fold(a[k]);
+}
+#endif
+
 /* Adds the last n < 16 products; lanes from n on keep their value, the sign of a zero included. */
 static inline lanes lanes_fma_tail(const float *a, const float *b, int64_t n, lanes acc) {
     float v[CLB_LANES];
@@ -97,8 +104,7 @@ static inline void dot_four(const float *a, int64_t stride, const float *b, int6
     }
     for (int k = 0; k < 4 && i < n; k++)
         acc[k] = lanes_fma_tail(a + k * stride + i, b + i, n - i, acc[k]);
-    for (int k = 0; k < 4; k++)
-        out[k] = lanes_fold(acc[k]);
+    lanes_fold_four(acc, out);
 }
 
 static inline void dots_all(const float *a, int64_t stride, int64_t count, const float *b,
@@ -327,9 +333,13 @@ static inline void natural_bytes(const float *shifted, int8_t *q) {
 }
 
 static inline void even_odd_bytes(const float *shifted, int8_t *q) {
+    uint16_t pairs[CLB_BLOCK / 2];
+    int8_t natural[CLB_BLOCK];
+    natural_bytes(shifted, natural);
+    memcpy(pairs, natural, sizeof pairs);
     for (int i = 0; i < CLB_BLOCK / 2; i++) {
-        q[i] = (int8_t)(clb_float_bits(shifted[2 * i]) & 255);
-        q[i + CLB_BLOCK / 2] = (int8_t)(clb_float_bits(shifted[2 * i + 1]) & 255);
+        q[i] = (int8_t)(pairs[i] & 255);
+        q[i + CLB_BLOCK / 2] = (int8_t)(pairs[i] >> 8);
     }
 }
 

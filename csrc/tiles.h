@@ -77,11 +77,14 @@ static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run 
     int64_t groups = ((b + n) * CLB_BLOCK - 1) / group - first + 1;
     int32_t base = 0, size = (int32_t)(group < CLB_BLOCK ? group : CLB_BLOCK);
     int32_t reciprocal = (65535 + size) / size; /* exact for the quotients of 0..63 */
+    int32_t input[CLB_LANES];
+    for (int l = 0; l < CLB_LANES; l++)
+        input[l] = (int32_t)clb_lane_input(t->w->format, l);
     for (int64_t k = 0; k < n; k++) {
         int32_t border = (int32_t)(group - phase < CLB_BLOCK ? group - phase : CLB_BLOCK);
         for (int l = 0; l < CLB_LANES; l++) {
-            int32_t past = (int32_t)clb_lane_input(t->w->format, l) - border;
-            at->lane[k][l] = past < 0 ? 0 : 1 + (past * reciprocal >> 16);
+            int32_t past = input[l] - border, whole = past * reciprocal >> 16;
+            at->lane[k][l] = past < 0 ? 0 : 1 + whole;
         }
         at->base[k] = base;
         for (phase += CLB_BLOCK; phase >= group; phase -= group)
@@ -278,9 +281,9 @@ CLB_LINEAR(linear_f32, CLB_F32, 0, TILE_WIDE)
 CLB_LINEAR(linear_bf16, CLB_BF16, 0, TILE_WIDE)
 CLB_LINEAR(linear_f16, CLB_F16, 0, 1, 1, 1, 1)
 CLB_LINEAR(int8_block, CLB_INT8, 0, TILE_WIDE)
-CLB_LINEAR(int8_spread, CLB_INT8, 1, 1, 1, 1, 1)
+CLB_LINEAR(int8_spread, CLB_INT8, 1, 4, 1, 1, 1)
 CLB_LINEAR(int4_block, CLB_INT4, 0, TILE_WIDE)
-CLB_LINEAR(int4_spread, CLB_INT4, 1, 1, 1, 1, 1)
+CLB_LINEAR(int4_spread, CLB_INT4, 1, TILE_WIDE)
 CLB_LINEAR(linear_int3, CLB_INT3, 0, 1, 1, 1, 1)
 CLB_LINEAR(linear_int2, CLB_INT2, 0, 1, 1, 1, 1)
 
