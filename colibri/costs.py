@@ -49,16 +49,24 @@ class FixedCosts:
 
 
 class Mean:
-    """A mean that forgets: after `memory` values the oldest count for little."""
+    """A mean that forgets, and that no single slow value moves far: after `memory` values the
+    oldest count for little; a value above WILD means counts as that; a mean of few values gives
+    way to one far below it (the first pass after a start is often slow).
+    """
+
+    WILD, FEW = 1.5, 4.0
 
     def __init__(self, memory: float) -> None:
         self.keep = 1.0 - 1.0 / memory
         self.total = self.weight = 0.0
 
     def add(self, value: float) -> None:
-        """One more value; a wild one (the machine slept) counts as thrice the mean."""
-        if self.weight > 2.0:
-            value = min(value, 3.0 * self.total / self.weight)
+        """One more value."""
+        if self.weight > 0.0:
+            most = self.WILD * self.total / self.weight
+            if self.weight < self.FEW and value * self.WILD * self.WILD < most:
+                self.total = self.weight = 0.0
+            value = min(value, most)
         self.total = self.total * self.keep + value
         self.weight = self.weight * self.keep + 1.0
 
@@ -79,8 +87,9 @@ class MeasuredCosts:
     """
 
     ROW = 0.35  # slope of the line before two depths were seen, in single-row passes
-    MEMORY = 32.0  # passes
-    BLEND = 2.0  # passes that the line is worth against a depth's own mean
+    MEMORY = 48.0  # passes
+    BLEND = 3.0  # passes that the line is worth against a depth's own mean
+    CHEAPER = 0.7  # a further draft, in first drafts, before one was measured
 
     def __init__(self) -> None:
         self._pass: list[Mean] = []
@@ -101,7 +110,7 @@ class MeasuredCosts:
     @property
     def draft(self) -> float:
         """Seconds of each further draft."""
-        return self._draft.value(self.absorb)
+        return self._draft.value(self.CHEAPER * self.absorb)
 
     def record(self, laps: Sequence[Lap]) -> None:
         """A step's first draft is its last absorb before the pass: older ones are keys only."""

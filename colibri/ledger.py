@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colibri.session import Session
+if TYPE_CHECKING:
+    from colibri.session import Session
 
 # The segments of a speculative step, and what goes on between them.
 DRAFT, VERIFY, ABSORB, PLAIN = "draft", "verify", "absorb", "plain"

@@ -1,0 +1,107 @@
+"""The ledger: every second and every counted thing belongs to exactly one segment."""
+
+from __future__ import annotations
+
+from itertools import count
+from time import perf_counter
+
+import pytest
+
+from colibri.depth import Fixed
+from colibri.drafting import MtpDrafter
+from colibri.ledger import ABSORB, DRAFT, PICK, PLAIN, SEGMENTS, TEXT, VERIFY, Balance, Ledger
+from colibri.sampling import Sampler, SamplingParams
+from colibri.session import Session
+from colibri.speculation import Limits, spec_decode
+
+
+class Core:
+    """Counters that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now = {"expert_uses": 100, "forwards": 7}
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.now)
+
+    def work(self, uses: int) -> None:
+        self.now["expert_uses"] += uses
+        self.now["forwards"] += 1
+
+
+def test_time_and_counters_go_to_the_segment_that_was_open():
+    """A stopwatch with one hand: segments get what passed while they were open, laps in order."""
+    ticks, core = count(), Core()
+    ledger = Ledger(clock=lambda: float(next(ticks)))
+    ledger.begin(core)
+    for name, rows, uses in ((PLAIN, 1, 5), (ABSORB, 3, 2), (DRAFT, 1, 1), (VERIFY, 4, 11)):
+        ledger.enter(name, rows)
+        core.work(uses)
+        ledger.enter(PICK)
+    ledger.enter(TEXT)
+    ledger.end()
+    assert ledger.wall == sum(segment.seconds for segment in ledger.segments.values())
+    used = {name: ledger.segments[name].core.get("expert_uses", 0) for name in SEGMENTS}
+    assert used == {DRAFT: 1, VERIFY: 11, ABSORB: 2, PLAIN: 5, PICK: 0, TEXT: 0}
+    assert [lap[:2] for lap in ledger.laps()][:5] == [
+        (PICK, 0), (PLAIN, 1), (PICK, 0), (ABSORB, 3), (PICK, 0),
+    ]  # fmt: skip
+    assert ledger.laps() == []
+    assert ledger.as_dict()["segments"][VERIFY]["forwards"] == 1
+
+
+def test_acceptance_by_position_and_the_equation():
+    """Means per step with drafts, tokens per step, and the gain over plain steps."""
+    ticks, core = count(), Core()
+    ledger = Ledger(clock=lambda: float(next(ticks)))
+    assert ledger.balance() is None and ledger.tokens_per_forward is None
+    ledger.begin(core)
+    for accepted in (2, 0, 1, 2):
+        ledger.enter(ABSORB, 1)
+        ledger.enter(DRAFT, 1)
+        ledger.enter(VERIFY, 3)
+        ledger.enter(PICK)
+        ledger.judged(2, min(accepted + 1, 2), accepted)
+        ledger.emitted(VERIFY, accepted + 1)
+    without = ledger.balance()
+    assert without.plain is None and without.gain is None
+    assert "no plain step" in without.lines()[1]
+    ledger.enter(PLAIN, 1)
+    ledger.enter(PICK)
+    ledger.emitted(PLAIN, 1)
+    ledger.end()
+    assert (ledger.offered, ledger.accepted, ledger.proposed) == ([4, 3], [3, 2], 8)
+    assert ledger.acceptance_length == 9 / 4
+    assert ledger.tokens_per_forward == 10 / 5
+    balance = ledger.balance()
+    assert balance == Balance(4, 1.0, 1.0, 1.0, 9 / 4, 1.0)
+    assert balance.gain == pytest.approx(0.75)
+    assert "did not pay, 0.75 times" in balance.lines()[1]
+
+
+def test_the_parts_of_a_real_turn_add_up(demo_model, demo_tokenizer):
+    """On the demo model: the parts are the whole, within a clock outside; counters to the last."""
+    session = Session(demo_model, 256, 64)
+    ids = demo_tokenizer.encode_template("[gMASK]<sop><|user|>Hello<|assistant|><think></think>")
+    logits, ledger = session.prefill(ids), Ledger()
+    before, begun = session.counters(), perf_counter()
+    sampler = Sampler(SamplingParams(0), demo_model.config.vocab_size)
+    loop = spec_decode(
+        session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(150), ledger
+    )
+    tokens = [token for block in loop for token in block]
+    outside, after = perf_counter() - begun, session.counters()
+    parts = sum(segment.seconds for segment in ledger.segments.values())
+    assert parts == pytest.approx(ledger.wall, rel=1e-6)
+    assert parts <= outside
+    assert ledger.tokens == len(tokens) == 150
+    for name in before:
+        total = sum(segment.core.get(name, 0) for segment in ledger.segments.values())
+        assert total == after[name] - before[name], name
+    main = [ledger.segments[name] for name in (VERIFY, PLAIN)]
+    assert sum(s.rows for s in main) == after["rows"] - before["rows"]
+    assert sum(s.core.get("forwards", 0) for s in main) == sum(s.forwards for s in main)
+    assert ledger.segments[VERIFY].core["head_bytes"] > 0
+    draft, absorb = ledger.segments[DRAFT], ledger.segments[ABSORB]
+    assert draft.rows == draft.forwards == 2 * ledger.segments[VERIFY].forwards
+    assert absorb.rows == session.mtp_length - (len(ids) - 1)
