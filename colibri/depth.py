@@ -80,8 +80,9 @@ class Guard:
     PROPOSED, TENTH, PAUSE = 24, 10, 256
     MEMORY = 192  # counts are halved here, so that a long good past cannot hide a bad present
 
-    def __init__(self, policy: DepthPolicy) -> None:
+    def __init__(self, policy: DepthPolicy, remembers: bool = True) -> None:
         self.policy = policy
+        self._remembers = remembers
         self.proposed = self.accepted = self.pause = 0
 
     @property
@@ -92,7 +93,9 @@ class Guard:
         return self.policy.state
 
     def begin(self) -> None:
-        """A pause lasts beyond the turn if the policy itself remembers; see `Controller.begin`."""
+        """A pause outlives the turn, unless each turn must start alike."""
+        if not self._remembers:
+            self.proposed = self.accepted = self.pause = 0
         self.policy.begin()
 
     def plan(self, limit: int) -> int:
@@ -311,4 +314,4 @@ def depth_policy(draft: int | None, *, clock_free: bool, guarded: bool) -> Depth
         policy = Controller(FixedCosts(), remembers=False)
     else:
         policy = Controller(MeasuredCosts())
-    return Guard(policy) if guarded else policy
+    return Guard(policy, remembers=not clock_free) if guarded else policy

@@ -8,7 +8,7 @@ import market
 import pytest
 from market import Machine, Text
 
-from colibri.costs import FixedCosts, MeasuredCosts, Mean
+from colibri.costs import FixedCosts, Mean, MeasuredCosts
 from colibri.depth import CAP, Acceptance, Controller, Fixed, Guard, depth_policy
 
 
@@ -57,6 +57,17 @@ def test_a_good_past_does_not_hide_a_bad_present():
         guard.record(4, 1, 0, [])
         refused += 4
     assert refused <= 2 * Guard.MEMORY
+
+
+def test_a_pause_outlives_the_turn_only_where_text_cannot_depend_on_it():
+    """A paused guard stays paused in the next turn, but starts afresh where depth changes text."""
+    for clock_free, depth in ((False, 0), (True, 2)):
+        guard = depth_policy(2, clock_free=clock_free, guarded=True)
+        for _ in range(12):
+            guard.record(2, 1, 0, [])
+        assert guard.plan(9) == 0
+        guard.begin()
+        assert guard.plan(9) == depth
 
 
 # ---- what is learned --------------------------------------------------------------------------

@@ -86,9 +86,7 @@ def test_the_parts_of_a_real_turn_add_up(demo_model, demo_tokenizer):
     logits, ledger = session.prefill(ids), Ledger()
     before, begun = session.counters(), perf_counter()
     sampler = Sampler(SamplingParams(0), demo_model.config.vocab_size)
-    loop = spec_decode(
-        session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(150), ledger
-    )
+    loop = spec_decode(session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(150), ledger)
     tokens = [token for block in loop for token in block]
     outside, after = perf_counter() - begun, session.counters()
     parts = sum(segment.seconds for segment in ledger.segments.values())

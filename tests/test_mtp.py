@@ -263,9 +263,7 @@ def test_a_prompt_that_was_not_primed_is_not_drafted_for(open_model):
     session = Session(model, CONTEXT, 16)
     logits = session.prefill(text(model, 6, 9), prime=False)
     sampler, ledger = Sampler(SamplingParams(0), model.config.vocab_size), Ledger()
-    loop = spec_decode(
-        session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(20), ledger
-    )
+    loop = spec_decode(session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(20), ledger)
     assert len([token for block in loop for token in block]) == 20
     assert ledger.proposed == 0 and session.mtp_length == 0
 

@@ -6,7 +6,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from toy import VOCAB, ToyDrafter, ToySession, Walk, WalkedSampler, drawn, exact, generate, remembered
+from toy import (
+    VOCAB,
+    ToyDrafter,
+    ToySession,
+    Walk,
+    WalkedSampler,
+    drawn,
+    exact,
+    generate,
+    remembered,
+)
 
 from colibri.costs import FixedCosts
 from colibri.depth import Controller, Fixed

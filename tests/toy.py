@@ -181,9 +181,7 @@ def generate(
     session: ToySession, sampler: Sampler, drafter, depth, limits: Limits, ledger, mode: str
 ) -> tuple[list[int], str]:
     """All tokens of a turn and why it ended."""
-    loop = spec_decode(
-        session, session.logits(), sampler, drafter, depth, limits, ledger, mode
-    )  # type: ignore[arg-type]
+    loop = spec_decode(session, session.logits(), sampler, drafter, depth, limits, ledger, mode)  # type: ignore[arg-type]
     tokens: list[int] = []
     while True:
         try:
