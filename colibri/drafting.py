@@ -101,7 +101,7 @@ class MtpDrafter:
         self._following.extend(tokens)
 
     def draft(self, limit: int, rule: Verification, depth: DepthPolicy, ledger: Ledger) -> Drafts:
-        """Step 0 absorbs the backlog and drafts from its last row; later ones feed on themselves."""
+        """Step 0 absorbs the backlog and drafts from its last row; later steps feed on drafts."""
         drafts = Drafts()
         if not self._ready:
             return drafts

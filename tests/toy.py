@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -154,7 +155,7 @@ class WalkedSampler(Sampler):
     def _split(self, key: tuple[int, Purpose], edges: Sequence[float]) -> int:
         low, high = self._left.get(key, (0.0, 1.0))
         cuts = [0.0, *edges, 1.0]
-        parts = [(max(low, a), min(high, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [(max(low, a), min(high, b)) for a, b in pairwise(cuts)]
         at = self._walk.branch([max(b - a, 0.0) / (high - low) for a, b in parts])
         self._left[key] = parts[at]
         return at
