@@ -61,7 +61,7 @@ class Trace:
     def load(cls, path: Path) -> "Trace":
         """Read what `save` wrote; UsageError when it is something else."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.lib.npyio.NpzFile(raw) as file:
                 if str(file["format"]) != _FORMAT:
                     raise KeyError
                 parts = [file[name] for name in ("experts", "step", "kept", "layers")]

@@ -196,10 +196,14 @@ int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_coun
         leases[i].ready = mapped;
     }
     if (mapped) return lease_mapped(m, leases, n, error);
-    for (int64_t i = 0; i < n; i++) {
-        int32_t code = lease_slot(m, &leases[i], counters->forwards, counters, error);
-        if (code) return code;
-    }
+    /* Those that are there first: once pinned, they cannot make room for those that are not. */
+    for (int missing = 0; missing <= 1; missing++)
+        for (int64_t i = 0; i < n; i++) {
+            bool there = *clb_where(m, leases[i].layer, leases[i].expert) != CLB_NONE;
+            if (leases[i].slot != CLB_NONE || (!there && !missing)) continue;
+            int32_t code = lease_slot(m, &leases[i], counters->forwards, counters, error);
+            if (code) return code;
+        }
     clb_load_pump(m);
     return CLB_OK;
 }
