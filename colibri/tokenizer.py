@@ -34,6 +34,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+# To the character whose Latin-1 code is the byte; Latin-1's others go where no byte is.
+_TO_LATIN = dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in _BYTE_OF.items()}
 # 0xC0, 0xC1 and 0xF5.. never occur in UTF-8, so a vocabulary may lack them.
 _NEEDED_BYTES = [b for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5]
 
@@ -276,9 +278,12 @@ def _without_added(model: dict[str, Any], contents: set[str]) -> dict[str, int]:
     if not listed:
         return model["vocab"]
     for merge in model.get("merges") or []:
-        pair = merge.split(" ", 1) if isinstance(merge, str) else merge
-        listed.discard("".join(map(str, pair)))
-    return {token: i for token, i in model["vocab"].items() if token not in listed}
+        parts = merge.split(" ", 1) if isinstance(merge, str) else map(str, merge)
+        listed.discard("".join(parts))
+    kept = dict(model["vocab"])
+    for token in listed:
+        del kept[token]
+    return kept
 
 
 def _byte_table(vocab: dict[str, int], added: list[AddedToken]) -> list[bytes]:
@@ -287,8 +292,8 @@ def _byte_table(vocab: dict[str, int], added: list[AddedToken]) -> list[bytes]:
     table = [b""] * size
     for text, i in vocab.items():
         try:
-            table[i] = bytes(map(_BYTE_OF.__getitem__, text))
-        except KeyError:
+            table[i] = text.translate(_TO_LATIN).encode("latin-1")
+        except UnicodeEncodeError:  # a character outside the byte alphabet
             table[i] = text.encode("utf-8", "replace")
     for token in added:
         table[token.id] = token.content.encode("utf-8", "replace")

@@ -91,7 +91,7 @@ def test_added_token_flags_act_as_in_the_library(flag, tmp_path):
         assert ours.encode_template(text) == library.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(text=NASTY_TEXT)
 def test_plain_text_never_holds_control_tokens(glm, text):
     """encode keeps markup as text: no added id comes out, and decoding gives the text back."""
@@ -172,7 +172,7 @@ def test_lone_surrogates_do_not_stop_encoding(glm):
     assert glm.decode(glm.encode_template("<think>\udcff")) == "<think>\ufffd"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_streaming_equals_one_shot_decoding(glm, byte_ids, data):
     """Any id sequence, byte halves, specials and padding rows included, streams to its decode."""
