@@ -9,8 +9,9 @@ SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h)
 OBJECTS := $(SOURCES:csrc/%.c=build/lint/%.o)
 BUILT := $(VENV)/built
+BENCH_MODEL ?= build/glm-bench-8g
 
-.PHONY: demo test lint sanitize docs package clean
+.PHONY: demo test lint sanitize docs bench package clean exactness bench-spec
 
 ## demo: install, then let the embedded model answer
 demo: $(BUILT)
@@ -26,6 +27,14 @@ lint: $(VENV)/tools $(OBJECTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/make_docs.py --check
 
+## exactness: 100 prompts x 256 tokens: the same text with any drafter at any depth
+exactness: $(BUILT)
+	$(BIN)/python tools/exactness.py
+
+## bench-spec: tokens a second by draft depth, paired and interleaved; fails below its bars
+bench-spec: $(BUILT)
+	$(BIN)/python tools/bench_spec.py --slots 8
+
 ## sanitize: the kernels under address and undefined-behaviour sanitizers
 sanitize:
 	@mkdir -p build
@@ -37,6 +46,10 @@ sanitize:
 ## docs: write what is generated: docs/knobs.md
 docs: $(BUILT)
 	$(BIN)/python tools/make_docs.py
+
+## bench: measure this machine and the engine, on a model written once (BENCH_MODEL=DIR, 10 GB)
+bench: $(BUILT) $(BENCH_MODEL)/config.json
+	$(BIN)/colibri bench $(BENCH_MODEL) --busy --json build/bench.json
 
 ## package: sdist and wheel in dist/, their contents checked, the wheel tried in a clean venv
 package: $(BUILT)
@@ -61,6 +74,9 @@ $(BUILT): $(VENV)/made pyproject.toml setup.py csrc/build.py $(SOURCES) $(HEADER
 $(VENV)/tools: $(BUILT)
 	$(PIP) install --no-build-isolation --editable ".[test,lint]"
 	@touch $@
+
+$(BENCH_MODEL)/config.json: | $(BUILT)
+	$(BIN)/python tools/make_bench_model.py $(BENCH_MODEL)
 
 # The flags of the real build, warnings as errors.
 build/lint/flags: csrc/build.py | $(VENV)/made

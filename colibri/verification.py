@@ -50,9 +50,8 @@ class Matching:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._scale = np.float32(1.0 / max(sampler.params.temperature, 1e-3))
-        if sampler.params.greedy:
-            self._scale = np.float32(1.0)
+        warm = not sampler.params.greedy
+        self._scale = np.float32(1.0 / max(sampler.params.temperature, 1e-3)) if warm else None
 
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
         """The drafter's own pick, drawn with the very noise the verifier will use."""
@@ -69,9 +68,11 @@ class Matching:
     def _confidence(self, logits: Row, token: int) -> float:
         """The drafter's probability of its draft. No token depends on it, so libm's exp will do."""
         row = logits[: self.sampler.vocab_used]
-        best = row.max()
-        weights = np.exp((row - best) * self._scale)
-        return float(weights[token] / weights.sum())
+        if self._scale is None:  # greedy: the draft is the most likely token
+            weights = row - row[token]
+            return 1.0 / float(np.exp(weights, weights).sum())
+        weights = (row - row.max()) * self._scale
+        return float(np.exp(weights, weights)[token] / weights.sum())
 
 
 class Rejection:

@@ -309,3 +309,21 @@ def test_without_mtp_the_layer_is_not_read(open_model, tmp_path):
     session.prefill([5, 6, 7])
     with pytest.raises(CoreError, match="without its MTP layer"):
         session.mtp_absorb(session.last_hidden, [4])
+
+
+def test_acceptance_does_not_decay_over_a_conversation(demo_model, demo_tokenizer):
+    """When a prompt comes back in one session, exactly as many drafts stand as the first time."""
+    session = Session(demo_model, 256, 64)
+    drafter = MtpDrafter(session)
+    seen: dict[str, list[tuple[list[int], list[int], list[int]]]] = {}
+    for subject in ("a fox", "an owl", "Luna and Ben") * 4:
+        text = f"[gMASK]<sop><|user|>Tell me a story about {subject}.<|assistant|><think></think>"
+        ids = demo_tokenizer.encode_template(text)
+        logits, ledger = session.prefill(ids[session.reuse(ids) :]), Ledger()
+        sampler = Sampler(SamplingParams(0), demo_model.config.vocab_size)
+        loop = spec_decode(session, logits, sampler, drafter, Fixed(3), Limits(40), ledger)
+        tokens = [token for block in loop for token in block]
+        seen.setdefault(subject, []).append((tokens, ledger.offered, ledger.accepted))
+    for runs in seen.values():
+        assert len(runs) == 4 and all(run == runs[0] for run in runs)
+        assert sum(runs[0][2]) > 20
