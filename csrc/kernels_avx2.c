@@ -137,7 +137,6 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
 }
 
 #define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: sixteen registers */
-#define PREFETCH 4096        /* bytes ahead, in each output's row */
 
 #include "tiles.h"
 

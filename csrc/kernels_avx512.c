@@ -95,7 +95,6 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
 }
 
 #define TILE_WIDE 4, 4, 2, 2 /* outputs of a tile at 1, 2, 3 and 4 rows */
-#define PREFETCH 4096
 
 #include "tiles.h"
 

@@ -128,7 +128,6 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
 }
 
 #define TILE_WIDE 2, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
-#define PREFETCH 2048        /* bytes ahead, in each output's row */
 
 #include "tiles.h"
 

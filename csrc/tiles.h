@@ -11,7 +11,7 @@
 
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
-    CHUNK = 16, /* blocks whose scales are made ready at once */
+    CHUNK = 32, /* blocks whose scales are made ready at once */
     CHUNK_GROUPS = CHUNK * CLB_LANES + CLB_LANES, /* groups of 4 inputs, and one load past them */
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
 };
@@ -28,6 +28,7 @@ typedef struct tile { /* outputs from o on, rows from r on */
 
 typedef struct run { /* up to CHUNK blocks: where their bytes begin, and their scales */
     const uint8_t *bytes[SIDE]; /* [output] */
+    uintptr_t ahead;            /* prefetch distance */
     const int8_t *q[SIDE];      /* [row] */
     const int32_t *start[SIDE];
     const float *scale[SIDE];
@@ -59,15 +60,26 @@ CLB_APART void load_scales(const clb_matrix *w, int64_t row, int64_t first, int6
 static void block_scales(const tile *t, int64_t b, int64_t n, int outputs, int rows, run *at) {
     int64_t per = t->w->group / CLB_BLOCK; /* blocks of one group; 0: the whole row */
     int64_t first = per ? b / per : 0, groups = per ? (b + n - 1) / per - first + 1 : 1;
+    int64_t phase = per ? b % per : 0;
     int32_t of[CHUNK] = {0};
-    for (int64_t k = 0; k < n && per > 1; k++)
-        of[k] = (int32_t)((b + k) / per - first);
+    for (int64_t k = 1; k < n && per > 1; k++) {
+        phase = phase + 1 == per ? 0 : phase + 1;
+        of[k] = of[k - 1] + !phase;
+    }
     for (int i = 0; i < outputs; i++) {
         const float *group = at->group[i];
         load_scales(t->w, t->o + i, first, groups, at->group[i]);
-        for (int j = 0; j < rows; j++)
-            for (int64_t k = 0; k < n; k++)
-                at->block[i][j][k] = group[per == 1 ? k : of[k]] * at->scale[j][k];
+        for (int j = 0; j < rows; j++) {
+            if (per == 1)
+                for (int64_t k = 0; k < n; k++)
+                    at->block[i][j][k] = group[k] * at->scale[j][k];
+            else if (groups == 1)
+                for (int64_t k = 0; k < n; k++)
+                    at->block[i][j][k] = group[0] * at->scale[j][k];
+            else
+                for (int64_t k = 0; k < n; k++)
+                    at->block[i][j][k] = group[of[k]] * at->scale[j][k];
+        }
     }
 }
 
@@ -94,11 +106,18 @@ static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run 
         load_scales(t->w, t->o + i, first, groups + CLB_LANES, at->group[i]);
 }
 
+/* Short rows end before the processor has seen a pattern: ask for the next tile's. */
+CLB_INLINE uintptr_t bytes_ahead(int64_t row_bytes, int outputs) {
+    int64_t next_tile = row_bytes * outputs;
+    return (uintptr_t)(next_tile <= 32 << 10 ? next_tile : 4 << 10);
+}
+
 /* Makes the run at block b ready and returns its length. */
 CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, int rows, run *at) {
     const int64_t size = clb_block_bytes(t->w->format), row_bytes = t->w->row_bytes;
     const int64_t whole = row_bytes / size; /* blocks whose every byte is there */
     int64_t end = b < whole ? whole : t->x->blocks, n = end - b < CHUNK ? end - b : CHUNK;
+    at->ahead = bytes_ahead(row_bytes, outputs);
     for (int i = 0; i < outputs; i++) {
         at->bytes[i] = t->w->data + (t->o + i) * row_bytes + b * size;
         if (b == whole) {
@@ -142,7 +161,7 @@ CLB_INLINE void block_step(const run *at, int64_t k, int32_t format, int spread,
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
         const uint8_t *p = at->bytes[i] + k * clb_block_bytes(format);
-        __builtin_prefetch((const void *)((uintptr_t)p + PREFETCH));
+        __builtin_prefetch((const void *)((uintptr_t)p + at->ahead), 0, 2);
         w[i] = load_block(format, p);
     }
     CLB_UNROLL
@@ -201,6 +220,7 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
     const int64_t row_bytes = t->w->row_bytes, stride = t->x->x_stride;
     const uint8_t *data = t->w->data + t->o * row_bytes;
     const float *x = t->x->x + t->r * stride;
+    const uintptr_t ahead = bytes_ahead(row_bytes, outputs);
     lanes acc[SIDE * SIDE];
     int64_t c = 0;
     CLB_UNROLL
@@ -211,7 +231,7 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
         for (int i = 0; i < outputs; i++) {
             const uint8_t *p = data + i * row_bytes + c * size;
             lanes w = load_weights(format, p);
-            __builtin_prefetch((const void *)((uintptr_t)p + PREFETCH));
+            __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
                 acc[i * rows + j] = lanes_fma(w, lanes_load(x + j * stride + c),
