@@ -20,7 +20,8 @@ from demo_data import save_domain
 from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = 16
-ECHO_SHARE = 0.2
+ECHO_SHARE = 0.1
+PROSE_WEIGHT = 5
 SHARES = {"copy": 0.2, "drill": 0.25, "talk": 1.0, "story": 0.4}
 HELD_OUT_DOCUMENTS = 400
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -73,7 +74,7 @@ def main() -> None:
         rng = random.Random(f"{name} {args.seed}")
         source = {
             "copy": lambda: copies(rng, tokenizer, words),
-            "drill": lambda: written(tokenizer, drills.drill_document, rng),
+            "drill": lambda: written(tokenizer, talk.drill, rng),
             "talk": lambda: written(tokenizer, talk.document, rng),
             "story": lambda: written(tokenizer, stories.document, rng),
         }[name]()
@@ -86,7 +87,7 @@ def main() -> None:
     makers: dict[str, Callable[[], list[Encoded]]] = {
         name: (lambda name=name: world(name)) for name in SHARES
     }
-    makers["prose"] = lambda: [encode(tokenizer, d) for d in prose.excerpts(text)]
+    makers["prose"] = lambda: [encode(tokenizer, d) for d in prose.excerpts(text, PROSE_WEIGHT)]
     makers["heldout-world"] = held_out
     makers["heldout-prose"] = lambda: [
         encode(tokenizer, d) for d in prose.excerpts(novels[prose.HELD_OUT])

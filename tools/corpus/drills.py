@@ -259,9 +259,7 @@ def calendar(rng: random.Random) -> Turn:
     return Turn(ask, f"The months are {listed(MONTHS)}.")
 
 
-TABLES = (arithmetic,) * 12 + (opposite,) * 3 + (capital,) * 3 + (
-    color, calendar, calendar, counting, comparison,
-)  # fmt: skip
+TABLES = (arithmetic,) * 5 + (opposite, capital, color, calendar) * 2 + (counting, comparison)
 
 
 def copy_document(rng: random.Random, vocabulary: list[str]) -> list[Piece]:
@@ -275,12 +273,6 @@ def copy_document(rng: random.Random, vocabulary: list[str]) -> list[Piece]:
             turns.append(scene(rng))
         else:
             turns.extend(introduction(rng))
-    return chat(turns, user=0)
-
-
-def drill_document(rng: random.Random) -> list[Piece]:
-    """One to five questions from the tables, more than half of them sums."""
-    turns = [rng.choice(TABLES)(rng) for _ in range(rng.choice((1, 2, 3, 5)))]
     return chat(turns, user=0)
 
 

@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from corpus.documents import Piece, plain
+from corpus.documents import FULL, Piece, plain
 
 PACKAGE = "r-cran-janeaustenr"
 DATABASE = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"
@@ -75,13 +75,13 @@ def novels(database: Path) -> dict[str, list[str]]:
     return {book[0].strip().lower(): paragraphs(book) for book in books}
 
 
-def excerpts(text: list[str], characters: int = 1800) -> list[list[Piece]]:
+def excerpts(text: list[str], weight: int = FULL, characters: int = 1800) -> list[list[Piece]]:
     """Consecutive documents of whole paragraphs, each about `characters` long."""
     documents, current = [], ""
     for paragraph in text:
         current = f"{current}\n\n{paragraph}" if current else paragraph
         if len(current) >= characters:
-            documents.append(plain(current))
+            documents.append(plain(current, weight))
             current = ""
     return documents
 

@@ -208,6 +208,16 @@ QUESTIONS = (
 )
 
 
+BY_HEART = (*drills.TABLES, *[lambda rng: known(rng, "fact")] * 5,
+            *[lambda rng: known(rng, "persona")] * 3, program, program, program,
+            lambda rng: known(rng, "greeting"))  # fmt: skip
+
+
+def drill(rng: random.Random) -> list[Piece]:
+    """One to five questions whose answers must be known; the questions carry no loss."""
+    return chat([rng.choice(BY_HEART)(rng) for _ in range(rng.choice((1, 2, 3, 5)))], user=0)
+
+
 def _next(rng: random.Random, first: bool) -> tuple[Turn, tuple[Turn, ...]]:
     """One turn of a conversation and the turns that may follow it."""
     draw = rng.random()
