@@ -136,11 +136,6 @@ class Tokenizer:
             raise _broken(path, f"token ids must lie in 0..{_MAX_ID - 1}")
         return cls(_plain_core(raw, added, path), added, vocab)
 
-    @property
-    def vocab_size(self) -> int:
-        """The same number as `vocab_used`."""
-        return self.vocab_used
-
     def id_of(self, content: str) -> int | None:
         """The id of an added token by its text, None when the tokenizer has no such token."""
         token = self.added.get(content)

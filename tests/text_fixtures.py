@@ -35,6 +35,41 @@ TEXTS = [
 ] * 3
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Wetter für eine Stadt",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather in Zürich?"},
+    {
+        "role": "assistant",
+        "content": " Let me look. ",
+        "reasoning_content": " Ask the tool. ",
+        "tool_calls": [
+            {"id": "1", "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}},
+            {"id": "2", "function": {"name": "now", "arguments": {"zone": [1, "ö"], "utc": True}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "2", "content": "12:00"},
+    {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+]
+FOLLOW_UP = [
+    {"role": "assistant", "content": "Sunny.", "reasoning_content": "Done."},
+    {"role": "user", "content": "Thanks!"},
+]
+
+
+def user(content) -> list[dict]:
+    """A conversation of one user message."""
+    return [{"role": "user", "content": content}]
+
+
 def write_glm_like(directory: Path) -> Path:
     """Train a small byte-level BPE with GLM's rule and added tokens (`<think>` not special)."""
     tok = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
