@@ -19,7 +19,7 @@ from colibri.figures import Figure, Sample, hash_of, spent
 from colibri.inventory import records_name
 from colibri.limits import Limits
 from colibri.machine import Disk
-from colibri.memory import budget
+from colibri.memory import RESERVE, budget
 from colibri.model import Model, available_isas
 from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
@@ -32,7 +32,6 @@ CACHED = {"decode", "prefill", "rows"}  # these need the whole model in memory
 VERSION = 1
 ROWS = (1, 2, 4)
 _STREAM_ROWS = 128  # rows of one step while streaming, as `colibri run` has them: they cost memory
-_RESERVE = 96 << 20  # Python and its libraries
 _SETTLE = 8  # steps of one token before it is timed: its experts are then in memory
 
 Say = Callable[[str], None]
@@ -286,8 +285,7 @@ class Bench:
             slot=model.slot_bytes(),
             experts_per_token=config.num_experts_per_tok,
         )
-        reserve = 0 if arm.ram is None else _RESERVE  # what is free is free of this process
-        return make_plan(demand, room, arm.io, reserve)
+        return make_plan(demand, room, arm.io, RESERVE)
 
     def _same_token_seconds(self, session: Session) -> float:
         """Seconds a token when no expert is missing: one token, over and over."""

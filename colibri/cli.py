@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from colibri import __version__, knobs
+from colibri.bench_cli import bench_command
 from colibri.errors import ColibriError, Exit, UsageError
 from colibri.knobs import Knob, Settings, Switch
 
@@ -155,6 +156,9 @@ def info(model: str | None, as_json: bool) -> int:
     from colibri.run import show_info
 
     return show_info(settings, as_json)
+
+
+cli.add_command(bench_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
