@@ -63,12 +63,18 @@ _COUNT = click.IntRange(min=1)
 @click.argument("model", required=False)
 @click.option("--only", type=Items(click.Choice(SECTION_WORDS)), help="What to measure.")
 @click.option("--threads", type=Items(_COUNT), help="[default: 1 and every core]")
-@click.option("--repeat", type=_COUNT, help="Rounds. [default: 5]")
+@click.option("--repeat", type=_COUNT, metavar="N", help="Rounds. [default: 5]")
 @click.option(
-    "--tokens", type=click.IntRange(min=2), help="Tokens decoded and timed. [default: 48]"
+    "--tokens",
+    type=click.IntRange(min=2),
+    metavar="N",
+    metavar="N",
+    help="Tokens decoded and timed. [default: 48]",
 )
-@click.option("--prompt", type=_COUNT, help="Tokens of the prefill. [default: 512]")
-@click.option("--chunk", type=_COUNT, help="Tokens that the prefill runs at once. [default: all]")
+@click.option("--prompt", type=_COUNT, metavar="N", help="Tokens of the prefill. [default: 512]")
+@click.option(
+    "--chunk", type=_COUNT, metavar="N", help="Tokens that the prefill runs at once. [default: all]"
+)
 @click.option(
     "--cached-io",
     type=click.Choice(("mmap", "buffered", "direct")),
@@ -101,7 +107,9 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--isa", type=click.Choice(("scalar", "avx2", "avx512", "neon")), help="[default: the best]"
 )
-@click.option("--seed", type=click.IntRange(min=0), default=1, help="Of the random ids.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", default=1, help="Of the random ids."
+)
 @click.option("--quick", is_flag=True, help="A look in a minute; no figures for a table.")
 @click.option(
     "--trace",

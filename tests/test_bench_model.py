@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny
@@ -134,8 +136,6 @@ def test_what_cannot_be_written_is_refused(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make", str(made[0]), "--experts", "int4-row"])
     assert maker.main() == 1
     assert "already holds" in capsys.readouterr().err
-    monkeypatch.setattr(
-        maker.shutil, "disk_usage", lambda path: maker.shutil._ntuple_diskusage(9, 9, 0)
-    )
+    monkeypatch.setattr(maker.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(UsageError, match="are free"):
         maker.make_model(tmp_path / "b", tiny.GROUPS, Formats(G64, ROW, INT8, G64))
