@@ -68,7 +68,6 @@ _COUNT = click.IntRange(min=1)
     "--tokens",
     type=click.IntRange(min=2),
     metavar="N",
-    metavar="N",
     help="Tokens decoded and timed. [default: 48]",
 )
 @click.option("--prompt", type=_COUNT, metavar="N", help="Tokens of the prefill. [default: 512]")
