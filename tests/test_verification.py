@@ -88,7 +88,8 @@ def distance(p: dict, q: dict) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_branch_changes_the_distribution(mode, drafter, policy):
     """Summed over all random branches, the text is distributed as in plain sampling (1e-12)."""
-    params = SamplingParams(temperature=0.9, seed=1)
+    # Where the policy is the subject, four of the eight tokens are enough and eight times faster.
+    params = SamplingParams(temperature=0.9, top_k=0 if policy == "fixed" else 4, seed=1)
 
     def run(walk: Walk):
         session = ToySession(model, PROMPT)
@@ -166,19 +167,19 @@ def test_the_walk_sees_a_biased_policy(monkeypatch):
     def run(walk: Walk):
         session = ToySession(model, PROMPT)
         toy, sampler = ToyDrafter(few), WalkedSampler(params, walk)
-        return tuple(generate(session, sampler, toy, Late(3), Limits(TOKENS), Ledger(), "")[0])
+        return tuple(generate(session, sampler, toy, Late(3), Limits(3), Ledger(), "")[0])
 
     table: Counter = Counter()
     for text, chance in Walk.paths(run):
         table[text] += chance
-    assert distance(table, exact(model, params, PROMPT, TOKENS)) > 1e-3
+    assert distance(table, exact(model, params, PROMPT, 3)) > 1e-3
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_real_generator_agrees(mode, drafter):
-    """Texts of 1,000 seeds follow the exact distribution by a chi-square test at one in 10^4."""
-    runs, params = 1000, SamplingParams(temperature=0.9)
+    """Texts of 500 seeds follow the exact distribution by a chi-square test at one in 10^4."""
+    runs, params = 500, SamplingParams(temperature=0.9)
     expected = exact(model, params, PROMPT, 3)
     seen: Counter = Counter()
     for seed in range(runs):
@@ -200,7 +201,7 @@ def test_the_real_generator_agrees(mode, drafter):
 
 def test_coupled_text_depends_on_the_seed_alone():
     """The same seed gives the same text without drafts and with any drafter at any depth."""
-    for seed in range(12):
+    for seed in range(6):
         texts = set()
         for toy in (None, *map(ToyDrafter, DRAFTERS.values())):
             for depth in (1, 2, 5):
