@@ -215,7 +215,8 @@ class Sampler:
         ids = self._ids[: row.size]
         top = float(row[best])
         if 0 < params.top_k < row.size:
-            ids = _largest(row, params.top_k)
+            least = np.partition(row, row.size - params.top_k)[row.size - params.top_k]
+            ids = _at_least(row, least, params.top_k)
             row = row[ids]
         z = row.astype(np.float64)
         z -= top
@@ -230,12 +231,14 @@ class Sampler:
         return ids, z
 
 
-def _largest(values: NDArray[np.floating], count: int) -> Ids:
-    """The indexes of the `count` largest, ascending; of equals at the edge, the lower ones."""
-    edge = np.partition(values, values.size - count)[values.size - count]
+def _at_least(values: NDArray[np.floating], edge: float, count: int) -> Ids:
+    """The indexes, ascending, of the `count` largest, `edge` being the least of them.
+
+    Of values equal to the edge, the lower indexes are taken.
+    """
     keep = np.flatnonzero(values >= edge)
     surplus = keep.size - count
-    if surplus:
+    if surplus > 0:
         at_edge = np.flatnonzero(values[keep] == edge)
         keep = np.delete(keep, at_edge[-surplus:])
     return keep
@@ -244,10 +247,10 @@ def _largest(values: NDArray[np.floating], count: int) -> Ids:
 def _nucleus(z: Floats, weights: Floats, top_p: float) -> Ids:
     """The indexes, ascending, of the fewest largest weights that reach top_p of the sum (or 1)."""
     target = top_p * elementary.fold_sum(weights)
-    for cutoff in (-8.0, -np.inf):  # most often a few tokens near the top are enough
-        near = weights[z >= cutoff]
-        reached = np.sort(near)[::-1].cumsum()
+    for cutoff in (-6.0, -12.0, -np.inf):  # tokens near the top are most often enough
+        falling = np.sort(weights[z >= cutoff])[::-1]
+        reached = falling.cumsum()
         if reached[-1] >= target:
             break
-    count = int(reached.searchsorted(target)) + 1
-    return _largest(weights, min(count, weights.size))
+    count = min(int(reached.searchsorted(target)) + 1, falling.size)
+    return _at_least(weights, falling[count - 1], count)
