@@ -214,7 +214,7 @@ class Bench:
 
     def _rows(self, session: Session, facts: dict[str, Any]) -> None:
         """Steps of several rows of one repeated token. Their attention averages equal values, so
-        that their states, and with them their experts, are the same."""
+        that their states, and with them their experts, are the same but for rounding."""
         token = self._ids[0]
         session.rewind(0)
         self._walk(session, [token] * _SETTLE)
