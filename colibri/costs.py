@@ -30,7 +30,9 @@ class Costs(Protocol):
 class FixedCosts:
     """Relative costs that no clock can change."""
 
-    def __init__(self, row: float = 0.35, absorb: float = 0.15, draft: float = 0.15) -> None:
+    RESIDENT, STREAMED = 0.5, 0.8  # of one more row: experts in memory; experts from disk
+
+    def __init__(self, row: float = RESIDENT, absorb: float = 0.2, draft: float = 0.15) -> None:
         self.row, self.absorb, self.draft = row, absorb, draft
 
     def begin(self) -> None:

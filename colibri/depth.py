@@ -299,11 +299,14 @@ class Controller:
         return best
 
 
-def depth_policy(draft: int | None, *, clock_free: bool, guarded: bool) -> DepthPolicy | None:
+def depth_policy(
+    draft: int | None, *, clock_free: bool, guarded: bool, resident: bool = True
+) -> DepthPolicy | None:
     """The policy of DRAFT: 0 none, n at most n drafts, None (unset) the controller.
 
     `clock_free` when the depth may change the text (sampling that is not `coupled`); `guarded`
-    for the MTP layer, whose drafts cost something even when they are not verified.
+    for the MTP layer, whose drafts cost something even when they are not verified; `resident`
+    when all experts stay in memory, which the clock-free controller cannot find out.
     """
     if draft == 0:
         return None
@@ -311,7 +314,8 @@ def depth_policy(draft: int | None, *, clock_free: bool, guarded: bool) -> Depth
     if draft is not None:
         policy = Fixed(draft)
     elif clock_free:
-        policy = Controller(FixedCosts(), remembers=False)
+        row = FixedCosts.RESIDENT if resident else FixedCosts.STREAMED
+        policy = Controller(FixedCosts(row), remembers=False)
     else:
         policy = Controller(MeasuredCosts())
     return Guard(policy, remembers=not clock_free) if guarded else policy

@@ -235,4 +235,9 @@ def test_draft_settings():
     guarded = depth_policy(None, clock_free=False, guarded=True)
     assert isinstance(guarded, Guard) and isinstance(guarded.policy, Controller)
     assert isinstance(guarded.policy.costs, MeasuredCosts)
-    assert isinstance(depth_policy(None, clock_free=True, guarded=False).costs, FixedCosts)
+    near, far = (
+        depth_policy(None, clock_free=True, guarded=False, resident=resident).costs
+        for resident in (True, False)
+    )
+    assert isinstance(near, FixedCosts) and isinstance(far, FixedCosts)
+    assert near.row < far.row
