@@ -171,6 +171,27 @@ enum {
 int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, const float *b,
                           const float *c, int64_t n, float *out, clb_error *error);
 
+/* ---- encoders, for conversion -------------------------------------------------------------- */
+
+enum { CLB_SOURCE_F32, CLB_SOURCE_BF16, CLB_SOURCE_F16, CLB_SOURCE_F8 };
+
+typedef struct clb_source { /* rows of a checkpoint's matrix, in memory, any alignment */
+    int32_t dtype;
+    int64_t rows, cols;
+    int64_t row_bytes; /* from one row to the next */
+    const uint8_t *data;
+    /* F8 (e4m3): the value of a code times the scale of its block; blocks count from the matrix's
+       own row 0, of which data[0] is row first_row. */
+    const float *scales; /* [scale_rows][scale_cols] */
+    int64_t scale_rows, scale_cols, block_rows, block_cols, first_row;
+} clb_source;
+
+/* The bits of colibri/quantize.py: codes [rows][row bytes] and scales [rows][row scales] in the
+   formats of `shape`; floats have no scales. search: the scale of least squared error is sought.
+   One thread; isa NULL (the best), "scalar" or "avx2". */
+int32_t clb_encode(const char *isa, const clb_source *source, const clb_tensor *shape,
+                   int32_t search, uint8_t *codes, uint8_t *scales, clb_error *error);
+
 /* ---- what the machine can do: the limits of a benchmark ------------------------------------------ */
 
 /* Bytes a second that `threads` threads read together from `bytes` of memory, each from 1, 2, 4 or 8

@@ -1,0 +1,389 @@
+/* Rows of weights to codes and scales, written once. encode_scalar.c and encode_avx2.c include this
+   after their sixteen lanes. The bits are those of colibri/quantize.py: floats are used element by
+   element, never fused, and sums are sums of integers. */
+#ifndef CLB_ENCODE_ROWS_H
+#define CLB_ENCODE_ROWS_H
+#include "decode.h"
+#include "encode.h"
+
+#define LANES CLB_LANES
+#define CLB_APART __attribute__((noinline))
+#define SMALLEST 0x1p-40f /* groups of smaller weights are not searched */
+
+/* ---- the source as floats -------------------------------------------------------------------- */
+
+static void widen_f8(const clb_source *s, const uint8_t *row, int64_t absolute_row, float *out) {
+    const float *scales = s->scales + absolute_row / s->block_rows * s->scale_cols;
+    for (int64_t at = 0; at < s->cols; at += s->block_cols) {
+        int64_t end = s->cols - at < s->block_cols ? s->cols : at + s->block_cols, i = at;
+        lanes by = lanes_fill(*scales++);
+        for (; i + LANES <= end; i += LANES)
+            lanes_store(out + i, lanes_mul(lanes_f8(row + i), by));
+        if (i < end) {
+            uint8_t last[LANES] = {0};
+            float tail[LANES];
+            memcpy(last, row + i, (size_t)(end - i));
+            lanes_store(tail, lanes_mul(lanes_f8(last), by));
+            memcpy(out + i, tail, (size_t)(end - i) * sizeof *out);
+        }
+    }
+}
+
+/* One row as floats, zeros from cols to the end of its last group. */
+static void widen(const clb_encoding *e, int64_t row, float *out) {
+    const clb_source *s = e->source;
+    const uint8_t *data = s->data + row * s->row_bytes;
+    int64_t i = 0;
+    switch (s->dtype) {
+    case CLB_SOURCE_F8: widen_f8(s, data, s->first_row + row, out); break;
+    case CLB_SOURCE_F32: memcpy(out, data, (size_t)s->cols * sizeof *out); break;
+    case CLB_SOURCE_F16:
+        for (; i < s->cols; i++)
+            out[i] = clb_f16_float(clb_load_u16(data + 2 * i));
+        break;
+    default:
+        for (; i < s->cols; i++)
+            out[i] = clb_bf16_float(clb_load_u16(data + 2 * i));
+    }
+    for (i = s->cols; i < e->groups * e->group; i++)
+        out[i] = 0;
+}
+
+/* Largest magnitude as bits: as integers they are ordered like the floats, infinities and NaNs
+   last. */
+static uint32_t magnitude_bits(const float *x, int64_t n) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t bits = (int32_t)(clb_float_bits(x[i]) & 0x7fffffff);
+        most = bits > most ? bits : most;
+    }
+    return (uint32_t)most;
+}
+
+/* ---- scales ---------------------------------------------------------------------------------- */
+
+/* A magnitude rounded to f16: half to even, but away from zero below 2^-14, so that no code clips;
+   infinite where f16 ends. Without branches: loops over it become vectors. */
+static inline float round_f16(float magnitude) {
+    uint32_t bits = clb_float_bits(magnitude);
+    float normal = clb_bits_float((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
+    float units = (bits < 0x38800000 ? magnitude : 0) * 0x1p24f; /* exact */
+    int32_t whole = (int32_t)units;
+    float small = (float)(whole + ((float)whole < units)) * 0x1p-24f;
+    float rounded = bits < 0x38800000 ? small : normal;
+    return bits < 0x477ff000 ? rounded : clb_bits_float(0x7f800000);
+}
+
+/* Bits of a magnitude that f16 holds exactly. */
+static inline uint16_t f16_bits(float magnitude) {
+    uint32_t bits = clb_float_bits(magnitude);
+    uint32_t units = (uint32_t)(int32_t)((bits < 0x38800000 ? magnitude : 0) * 0x1p24f);
+    return (uint16_t)(bits < 0x38800000 ? units : (bits >> 13) - 0x1c000);
+}
+
+/* Scales as they are stored, as floats; they keep their sign and are never zero. */
+static void round_scales(int32_t format, const float *scale, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) {
+        float magnitude = __builtin_fabsf(scale[i]);
+        float half = round_f16(magnitude);
+        half = half < 0x1p-24f ? 0x1p-24f : half;
+        float single = magnitude < 1e-8f ? 1e-8f : magnitude;
+        out[i] = __builtin_copysignf(format == CLB_F16 ? half : single, scale[i]);
+    }
+}
+
+static void store_scales(int32_t format, const float *scale, int64_t n, uint8_t *out) {
+    if (format == CLB_F32) {
+        memcpy(out, scale, (size_t)n * sizeof *scale);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t half = (uint16_t)(f16_bits(__builtin_fabsf(scale[i])) | (scale[i] < 0) << 15);
+        memcpy(out + 2 * i, &half, sizeof half);
+    }
+}
+
+/* ---- search ---------------------------------------------------------------------------------- */
+
+enum { PAIRS_A_RUN = 2048 }; /* sums of this many pairs of x q fit 32 bits */
+
+typedef struct sixteen { /* groups that are searched together, one a lane */
+    const int16_t *x; /* [pairs][16][2]: weights in units of absmax / 32767 */
+    int64_t pairs;
+    pairs low, high;
+    lanes one, p, square; /* sums of x q and of q q (at least 1) of the last fit */
+} sixteen;
+
+static inline void fit_run(const sixteen *s, pairs by, int64_t first, int64_t last, words *p,
+                           words *square) {
+    words sum = words_zero(), squares = words_zero();
+    for (int64_t i = first; i < last; i++) {
+        pairs x = pairs_load(s->x + 2 * LANES * i);
+        pairs q = pairs_clip(pairs_scaled(x, by), s->low, s->high);
+        sum = words_add(sum, pairs_dot(x, q));
+        squares = words_add(squares, pairs_dot(q, q));
+    }
+    *p = sum;
+    *square = squares;
+}
+
+static CLB_APART void fit_long(const sixteen *s, pairs by, float *p, float *square) {
+    int64_t totals[2][LANES] = {{0}};
+    for (int64_t at = 0; at < s->pairs; at += PAIRS_A_RUN) {
+        int32_t part[2][LANES];
+        words sum, squares;
+        int64_t end = s->pairs - at < PAIRS_A_RUN ? s->pairs : at + PAIRS_A_RUN;
+        fit_run(s, by, at, end, &sum, &squares);
+        words_store(part[0], sum);
+        words_store(part[1], squares);
+        for (int l = 0; l < 2 * LANES; l++)
+            totals[l / LANES][l % LANES] += part[l / LANES][l % LANES];
+    }
+    for (int l = 0; l < LANES; l++) {
+        p[l] = (float)totals[0][l];
+        square[l] = (float)totals[1][l];
+    }
+}
+
+/* Codes by q = x multiplier / 2^25, rounded; all integers, so no order of adding. */
+static inline void fit(sixteen *s, pairs by) {
+    if (s->pairs <= PAIRS_A_RUN) {
+        words sum, squares;
+        fit_run(s, by, 0, s->pairs, &sum, &squares);
+        s->p = words_lanes(sum);
+        s->square = words_lanes(squares);
+    } else {
+        float p[LANES], square[LANES];
+        fit_long(s, by, p, square);
+        s->p = lanes_load(p);
+        s->square = lanes_load(square);
+    }
+    s->square = lanes_max(s->square, s->one);
+}
+
+/* Multipliers for codes by a scale, in its unit. */
+static inline pairs multiply_by(const float *unit, const float *scale) {
+    int16_t multiplier[LANES];
+    for (int l = 0; l < LANES; l++) {
+        float m = unit[l] / scale[l] * 0x1p25f;
+        m = m > 32767 ? 32767 : m < -32767 ? -32767 : m;
+        multiplier[l] = (int16_t)(m + (m < 0 ? -0.5f : 0.5f));
+    }
+    return pairs_spread(multiplier);
+}
+
+/* How much of the sum of x x a scale with the last fit's codes explains: more is less error. */
+static inline lanes explained(const sixteen *s, lanes unit, lanes scale) {
+    lanes r = lanes_div(scale, unit), twice = lanes_add(s->p, s->p);
+    return lanes_mul(r, lanes_sub(twice, lanes_mul(r, s->square)));
+}
+
+/* The scale of the best of several trials, each fitted to its own codes by least squares. Its sign
+   gives a group's extreme weight the one code more below zero. */
+static inline lanes best_trial(const clb_encoding *e, sixteen *s, lanes unit, lanes start) {
+    lanes best = lanes_fill(0), scale = start;
+    pairs positive = pairs_sign(s->x, s->pairs);
+    for (int t = 0; t < CLB_TRIALS; t++) {
+        fit(s, pairs_signed(pairs_fill(e->multiplier[t]), positive));
+        lanes fitted = lanes_div(s->p, s->square), gain = lanes_mul(s->p, fitted);
+        scale = lanes_choose(gain, best, lanes_mul(fitted, unit), scale);
+        best = lanes_max(gain, best);
+    }
+    return scale;
+}
+
+/* stored: absmax scales as stored, replaced where another explains more. */
+static void search(const clb_encoding *e, sixteen *s, const float *unit, float *stored) {
+    float tried[LANES];
+    int32_t format = e->shape.scale_format;
+    lanes units = lanes_load(unit), start = lanes_load(stored);
+    lanes_store(tried, best_trial(e, s, units, start));
+    round_scales(format, tried, LANES, tried);
+    fit(s, multiply_by(unit, tried));
+    lanes_store(tried, lanes_mul(lanes_div(s->p, s->square), units));
+    round_scales(format, tried, LANES, tried);
+    lanes again = lanes_load(tried), after = explained(s, units, again);
+    fit(s, multiply_by(unit, stored));
+    lanes_store(stored, lanes_choose(after, explained(s, units, start), again, start));
+}
+
+/* ---- codes ----------------------------------------------------------------------------------- */
+
+/* One row's codes, zeros up to the end of its last byte or block. */
+static void code_row(const clb_encoding *e, const float *x, const float *scales, int8_t *codes) {
+    lanes least = lanes_fill((float)e->low), most = lanes_fill((float)e->high);
+    for (int64_t g = 0; g < e->groups; g++) {
+        lanes by = lanes_fill(scales[g]);
+        for (int64_t i = g * e->group; i < (g + 1) * e->group; i += LANES) /* may pass its end */
+            lanes_bytes(lanes_clip(lanes_div(lanes_load(x + i), by), least, most), codes + i);
+    }
+    for (int64_t i = e->shape.cols; i < e->shape.cols + CLB_BLOCK; i++)
+        codes[i] = 0;
+}
+
+static void pack_int4(const int8_t *codes, int64_t bytes, uint8_t *out) {
+    for (int64_t k = 0; k < bytes; k++)
+        out[k] = (uint8_t)((codes[2 * k] + 8) | (codes[2 * k + 1] + 8) << 4);
+}
+
+/* Four codes a byte; offset and mask make them two bits each. */
+static void pack_pairs(const int8_t *codes, int offset, int64_t bytes, uint8_t *out) {
+    for (int64_t k = 0; k < bytes; k++) {
+        uint32_t byte = 0;
+        for (int j = 0; j < 4; j++)
+            byte |= (uint32_t)((codes[4 * k + j] + offset) & 3) << 2 * j;
+        out[k] = (uint8_t)byte;
+    }
+}
+
+static void pack_int3(const int8_t *codes, int64_t bytes, uint8_t *out) {
+    for (int64_t b = 0; b < bytes / 24; b++, codes += CLB_BLOCK, out += 24) {
+        pack_pairs(codes, 4, 16, out);
+        for (int k = 0; k < 8; k++) {
+            uint32_t byte = 0;
+            for (int j = 0; j < 8; j++)
+                byte |= (uint32_t)((codes[8 * k + j] + 4) >> 2) << j;
+            out[16 + k] = (uint8_t)byte;
+        }
+    }
+}
+
+static void pack(const clb_encoding *e, const int8_t *codes, uint8_t *out) {
+    int64_t bytes = e->shape.row_bytes;
+    switch (e->shape.format) {
+    case CLB_INT8: memcpy(out, codes, (size_t)bytes); break;
+    case CLB_INT4: pack_int4(codes, bytes, out); break;
+    case CLB_INT3: pack_int3(codes, bytes, out); break;
+    default: pack_pairs(codes, 2, bytes, out);
+    }
+}
+
+static clb_row_fault narrow(int32_t format, const float *x, int64_t n, uint8_t *out) {
+    if (format == CLB_F32) {
+        memcpy(out, x, (size_t)n * sizeof *x);
+        return CLB_ROW_GOOD;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = clb_float_bits(x[i]), half;
+        if (format == CLB_BF16) {
+            half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        } else {
+            float magnitude = __builtin_fabsf(x[i]);
+            if (magnitude > 65504) return CLB_ROW_F16;
+            uint32_t tiny = clb_float_bits(magnitude + 0.5f) - clb_float_bits(0.5f);
+            half = magnitude < 0x1p-14f ? tiny : f16_bits(round_f16(magnitude));
+            half |= bits >> 16 & 0x8000;
+        }
+        uint16_t stored = (uint16_t)half;
+        memcpy(out + 2 * i, &stored, sizeof stored);
+    }
+    return CLB_ROW_GOOD;
+}
+
+/* ---- groups for the search -------------------------------------------------------------------- */
+
+/* One group as 16-bit integers in units of its absmax / 32767, with a zero to make them pairs. Tiny
+   weights become zeros. Returns the unit. */
+static float narrow_group(const float *x, int64_t n, float absmax, int16_t *out) {
+    float inverse = absmax < SMALLEST ? 0 : 32767 / absmax;
+    for (int64_t i = 0; i < n; i++) {
+        float v = x[i] * inverse;
+        out[i] = (int16_t)(int32_t)(v + __builtin_copysignf(0.5f, v));
+    }
+    if (n % 2) out[n] = 0;
+    return absmax < SMALLEST ? 1 : absmax / 32767;
+}
+
+/* Scratch, in floats: rows [batch][groups * group] and a load past them; absmax and stored scales
+   [batch * groups] in whole sixteens; sixteen groups of 16-bit integers, and the same turned; codes
+   of one row. */
+typedef struct scratch {
+    float *rows, *absmax, *stored;
+    int16_t *narrow, *turned; /* [16][2 * pairs], [pairs][16][2] */
+    int8_t *codes;
+} scratch;
+
+static int64_t place_scratch(const clb_encoding *e, float *memory, scratch *s) {
+    int64_t width = e->groups * e->group, pairs = (e->group + 1) / 2;
+    int64_t scales = (e->batch * e->groups + LANES - 1) / LANES * LANES;
+    int64_t rows = e->batch * width + LANES;
+    if (s) {
+        s->rows = memory;
+        s->absmax = s->rows + rows;
+        s->stored = s->absmax + scales;
+        s->narrow = (int16_t *)(s->stored + scales);
+        s->turned = s->narrow + 2 * pairs * LANES;
+        s->codes = (int8_t *)(s->turned + 2 * pairs * LANES);
+    }
+    return rows + 2 * scales + 2 * pairs * LANES + (width + 2 * CLB_BLOCK) / 4 + 1;
+}
+
+static void search_all(const clb_encoding *e, int64_t count, const scratch *at) {
+    int64_t each = (e->group + 1) / 2;
+    sixteen s = {.x = at->turned, .pairs = each, .low = pairs_fill(e->low),
+                 .high = pairs_fill(e->high), .one = lanes_fill(1)};
+    float unit[LANES];
+    for (int64_t g = 0; g < count; g += LANES) {
+        int64_t real = count - g < LANES ? count - g : LANES;
+        for (int64_t l = 0; l < real; l++)
+            unit[l] = narrow_group(at->rows + (g + l) * e->group, e->group, at->absmax[g + l],
+                                   at->narrow + 2 * each * l);
+        for (int64_t l = real; l < LANES; l++)
+            unit[l] = 1;
+        memset(at->narrow + 2 * each * real, 0, (size_t)(2 * each * (LANES - real)) * 2);
+        pairs_turn(at->narrow, each, at->turned);
+        search(e, &s, unit, at->stored + g);
+    }
+}
+
+/* ---- rows ------------------------------------------------------------------------------------ */
+
+static bool has_nan_codes(const clb_source *s, int64_t first, int64_t last) {
+    unsigned nans = 0;
+    for (int64_t r = first; s->dtype == CLB_SOURCE_F8 && r < last; r++)
+        for (int64_t i = 0; i < s->cols; i++)
+            nans |= (s->data[r * s->row_bytes + i] & 0x7f) == 0x7f;
+    return nans;
+}
+
+/* Absmax of `count` groups lying one after the other, and their scales as stored. */
+static clb_row_fault absmax_scales(const clb_encoding *e, const float *x, int64_t count,
+                                   float *absmax, float *stored) {
+    for (int64_t g = 0; g < count; g++) {
+        uint32_t bits = magnitude_bits(x + g * e->group, e->group);
+        if (bits >= 0x7f800000) return CLB_ROW_NOT_FINITE;
+        absmax[g] = clb_bits_float(bits);
+        stored[g] = absmax[g] / (float)e->high;
+        if (e->shape.scale_format == CLB_F16 && stored[g] > 65504) return CLB_ROW_SCALE;
+    }
+    for (int64_t g = count; g % LANES; g++)
+        stored[g] = 1;
+    round_scales(e->shape.scale_format, stored, count, stored);
+    return CLB_ROW_GOOD;
+}
+
+static clb_row_fault encode_rows(const clb_encoding *e, int64_t first, int64_t last, float *memory,
+                                 uint8_t *codes, uint8_t *scales) {
+    scratch s;
+    int64_t width = e->groups * e->group, rows = last - first, count = rows * e->groups;
+    int64_t scale_bytes = e->shape.scale_format == CLB_F16 ? 2 : 4;
+    place_scratch(e, memory, &s);
+    if (has_nan_codes(e->source, first, last)) return CLB_ROW_NOT_FINITE;
+    for (int64_t r = 0; r < rows; r++)
+        widen(e, first + r, s.rows + r * width);
+    if (e->shape.format <= CLB_F16) {
+        if (magnitude_bits(s.rows, rows * width) >= 0x7f800000) return CLB_ROW_NOT_FINITE;
+        return narrow(e->shape.format, s.rows, rows * width, codes + first * e->shape.row_bytes);
+    }
+    clb_row_fault fault = absmax_scales(e, s.rows, count, s.absmax, s.stored);
+    if (fault != CLB_ROW_GOOD) return fault;
+    if (e->search) search_all(e, count, &s);
+    for (int64_t r = 0; r < rows; r++) {
+        code_row(e, s.rows + r * width, s.stored + r * e->groups, s.codes);
+        pack(e, s.codes, codes + (first + r) * e->shape.row_bytes);
+    }
+    store_scales(e->shape.scale_format, s.stored, count, scales + first * e->groups * scale_bytes);
+    return CLB_ROW_GOOD;
+}
+
+#endif
