@@ -59,6 +59,17 @@ static void keep_seed(clb_session *s) {
         memcpy(s->mtp_seed_index, set->index, (size_t)set->count * sizeof *set->index);
 }
 
+/* Weights read for rows that leave nothing but their keys. */
+static int64_t key_bytes(const clb_layer *layer) {
+    const int32_t roles[] = {CLB_EH, CLB_KV_A, CLB_INDEX_K};
+    int64_t bytes = 0;
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) {
+        const clb_matrix *w = &layer->w[roles[i]];
+        bytes += w->rows * (w->row_bytes + w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4));
+    }
+    return bytes;
+}
+
 static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
                       float *logits, float *draft_hidden, clb_error *error) {
     const clb_model *m = s->model;
@@ -79,6 +90,8 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
         code = finish_row(s, &last, logits, draft_hidden, error);
         if (code) return code;
         keep_seed(s);
+    } else {
+        s->counters.dense_bytes += key_bytes(&m->layers[m->config.layers]);
     }
     s->mtp_length += n;
     return CLB_OK;

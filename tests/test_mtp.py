@@ -276,7 +276,11 @@ def test_the_backlog_is_bounded(open_model):
     absorb = ledger.segments["absorb"]
     room = min(BACKLOG, session.max_rows)
     assert absorb.rows == 80 and absorb.forwards == -(-80 // room)
-    assert absorb.core["head_bytes"] == 0
+    assert absorb.core["head_bytes"] == absorb.core["expert_uses"] == 0
+    hidden, config = model.config.hidden_size, model.config
+    rows = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim  # keys
+    weights = 2 * hidden * hidden + rows * hidden  # eh_proj, then the keys of both caches
+    assert absorb.core["dense_bytes"] == absorb.forwards * weights * 4
 
 
 def test_a_draft_needs_a_fresh_absorb(open_model):
