@@ -92,7 +92,7 @@ static inline void lanes_bytes(lanes a, int8_t *out) {
     _mm_storeu_si128((__m128i *)out, bytes);
 }
 
-/* ---- sixteen pairs of 16-bit integers --------------------------------------------------------- */
+/* ---- sixteen pairs of 16-bit integers -------------------------------------------------------- */
 
 typedef struct { __m256i low, high; } pairs;
 typedef pairs words; /* one 32-bit integer where a pair was */

@@ -69,7 +69,7 @@ static inline void lanes_bytes(lanes a, int8_t *out) {
         out[l] = (int8_t)((a.v[l] + 0x1.8p23f) - 0x1.8p23f);
 }
 
-/* ---- sixteen pairs of 16-bit integers --------------------------------------------------------- */
+/* ---- sixteen pairs of 16-bit integers -------------------------------------------------------- */
 
 typedef struct { int16_t v[2 * CLB_LANES]; } pairs;
 typedef struct { int32_t v[CLB_LANES]; } words;
@@ -137,8 +137,8 @@ static inline words pairs_dot(pairs a, pairs b) { /* sums of a pair's two produc
     return sum;
 }
 
-/* Per pair lane of x [n][16]: 1 where a positive scale suits, -1 where the greatest number is larger
-   than the least one is negative. */
+/* Per pair lane of x [n][16]: -1 where the greatest number outweighs the least one, so that a
+   negative scale suits; else 1. */
 static inline pairs pairs_sign(const int16_t *x, int64_t n) {
     pairs sign;
     for (int l = 0; l < CLB_LANES; l++) {

@@ -280,7 +280,7 @@ static clb_row_fault narrow(int32_t format, const float *x, int64_t n, uint8_t *
     return CLB_ROW_GOOD;
 }
 
-/* ---- groups for the search -------------------------------------------------------------------- */
+/* ---- groups for the search ------------------------------------------------------------------- */
 
 /* One group as 16-bit integers in units of its absmax / 32767, with a zero to make them pairs. Tiny
    weights become zeros. Returns the unit. */
