@@ -1,5 +1,5 @@
-/* The arithmetic that defines the bits, as one table of functions per instruction set.
-   kernels_scalar.c is the definition; every other table gives the same bits (docs/arithmetic.md). */
+/* The arithmetic that defines the bits (docs/arithmetic.md), as one table of functions per
+   instruction set. kernels_scalar.c is the definition; every other table gives the same bits. */
 #ifndef CLB_KERNELS_H
 #define CLB_KERNELS_H
 #include <stdint.h>

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
 
@@ -148,11 +149,12 @@ static const clb_kernels table = {.isa = "avx2", CLB_LINEAR_ENTRIES, CLB_NUMERIC
 #pragma GCC pop_options
 #endif
 
-/* The compiler's own check covers the operating system's part too (xgetbv). */
+/* The compiler's check covers the operating system's part (xgetbv), which F16C shares with AVX2. */
 const clb_kernels *clb_kernels_avx2(void) {
+    unsigned a, b, c, d;
     __builtin_cpu_init();
-    int here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("f16c");
+    int f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+    int here = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     return here ? &table : NULL;
 }
 
