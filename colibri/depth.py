@@ -253,8 +253,10 @@ class Controller:
         self._reach = max(self._reach, 2 * proposed)
         if proposed:
             self._drafted += 1
-        elif self._drafted >= self._check:
-            self._drafted, self._check = 0, min(2 * self._check, self.CHECK_LAST)
+        else:
+            if self._drafted >= self._check:
+                self._check = min(2 * self._check, self.CHECK_LAST)
+            self._drafted = 0
         self._idle += accepted + 1
         self._steps += 1
         if self._probing or self._steps % self.REFRESH == 0 or self._steps < 2 * self.cap:

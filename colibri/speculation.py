@@ -140,8 +140,7 @@ class _Turn:
         finally:
             if accepted < len(drafts.ids):
                 self.session.rewind(base + accepted)
-        if self.depth:
-            self._record(drafts, accepted, token)
+        self._record(drafts, accepted, token)
         return [*drafts.ids[:accepted], token]
 
     def _judge(self, logits: NDArray[np.float32], drafts: Drafts, base: int) -> tuple[int, int]:
@@ -162,4 +161,6 @@ class _Turn:
         judged = min(accepted + 1, proposed)
         if proposed:
             self.ledger.judged(proposed, judged, accepted)
-        self.depth.record(proposed, judged, accepted, self.ledger.laps())
+        laps = self.ledger.laps()
+        if self.depth:
+            self.depth.record(proposed, judged, accepted, laps)
