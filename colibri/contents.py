@@ -1,0 +1,161 @@
+"""What a set of tensors makes of a model: its MTP layer, its indexers, and what is missing."""
+
+import re
+from itertools import chain, islice
+from pathlib import Path
+
+from colibri import inventory
+from colibri.checkpoint import MISSING_LIMIT, Checkpoint, missing_error
+from colibri.config import ModelConfig
+from colibri.experts import expert_tensor_names
+from colibri.inventory import Entry
+from colibri.shard import Shard, TensorInfo
+
+INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
+
+
+class Contents:
+    """The parts of a model that its shards hold, judged by names alone.
+
+    `entries` are the tensors outside the routed experts, in layer order; `notes` are sentences
+    about what is absent or ignored. Layers are 0..num_hidden_layers-1, then the MTP layer.
+    ContainerError names what is missing of a part that is there.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        self.config = config
+        self.checkpoint = checkpoint
+        self.notes: list[str] = list(config.warnings)
+        self.has_mtp = self._find_mtp()
+        self.has_indexer = self._find_indexers()
+        self.has_mtp_indexer = self.has_mtp and self._find_mtp_indexer()
+        self.entries = self._require_entries()
+
+    @property
+    def directory(self) -> Path:
+        """The directory that was opened."""
+        return self.checkpoint.directory
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Files in the order MatrixRef.shard counts them."""
+        return self.checkpoint.shards
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every stored tensor by name."""
+        return self.checkpoint.tensors
+
+    @property
+    def layers(self) -> range:
+        """Layer numbers, the MTP layer last when it is there."""
+        return inventory.layers(self.config, self.has_mtp)
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """Per layer: whether it routes to experts."""
+        return tuple(inventory.is_sparse(self.config, layer) for layer in self.layers)
+
+    @property
+    def index_kinds(self) -> tuple[int, ...]:
+        """Per layer: INDEX_FULL, INDEX_SHARED, or INDEX_NONE when its attention is dense."""
+        return tuple(self._index_kind(layer) for layer in self.layers)
+
+    def note_unused(self, used: set[str], suffixes: tuple[str, ...]) -> None:
+        """Say which stored tensors no part of the model uses; `suffixes` are those of scales."""
+        sparse = {f"model.layers.{layer}" for layer in self._sparse_layers()}
+        unused = [
+            name
+            for name in self.tensors
+            if name.partition(".mlp.experts.")[0] not in sparse
+            and _stem(name, suffixes) not in used
+        ]
+        if unused:
+            self.notes.append(
+                f"{len(unused)} stored tensors are not part of this model and are ignored, "
+                f"first {unused[0]}"
+            )
+
+    def _sparse_layers(self) -> list[int]:
+        return [layer for layer in self.layers if inventory.is_sparse(self.config, layer)]
+
+    def _index_kind(self, layer: int) -> int:
+        if layer == self.config.mtp_layer:
+            return INDEX_FULL if self.has_mtp_indexer else INDEX_NONE
+        if not self.has_indexer:
+            return INDEX_NONE
+        return INDEX_FULL if inventory.has_own_indexer(self.config, layer) else INDEX_SHARED
+
+    def _any(self, names: list[str]) -> bool:
+        """Whether a part is there: one tensor is enough, the rest of it is then required."""
+        return any(name in self.tensors for name in names)
+
+    def _find_mtp(self) -> bool:
+        layer = self.config.mtp_layer
+        if layer is None:
+            return False
+        names = [entry.name for entry in inventory.layer_entries(self.config, layer)]
+        names += expert_tensor_names(self.checkpoint, self.config, layer)
+        if self._any(names):
+            return True
+        self.notes.append(
+            f"no MTP layer (model.layers.{layer}.*): the model cannot draft for itself"
+        )
+        return False
+
+    def _find_indexers(self) -> bool:
+        full = [
+            layer
+            for layer in range(self.config.num_hidden_layers)
+            if inventory.has_own_indexer(self.config, layer)
+        ]
+        if self._any([e.name for n in full for e in inventory.indexer_entries(self.config, n)]):
+            return True
+        self.notes.append(
+            "no indexers: attention is dense, which differs from the model once a text is "
+            f"longer than index_topk ({self.config.index_topk} tokens)"
+        )
+        return False
+
+    def _find_mtp_indexer(self) -> bool:
+        layer = self.config.num_hidden_layers
+        if self._any([entry.name for entry in inventory.indexer_entries(self.config, layer)]):
+            return True
+        if self.has_indexer:
+            self.notes.append("the MTP layer has no indexer: its drafts attend to every key")
+        return False
+
+    def _require_entries(self) -> list[Entry]:
+        """All entries outside the routed experts; ContainerError lists what is missing."""
+        entries = inventory.global_entries(self.config)
+        for layer in self.layers:
+            entries += inventory.layer_entries(self.config, layer)
+            if self._index_kind(layer) == INDEX_FULL:
+                entries += inventory.indexer_entries(self.config, layer)
+        experts = (
+            name
+            for layer in self._sparse_layers()
+            for name in expert_tensor_names(self.checkpoint, self.config, layer)
+        )
+        names = chain((entry.name for entry in entries), experts)
+        absent = (name for name in names if name not in self.tensors)
+        missing = list(islice(absent, MISSING_LIMIT))
+        if missing:
+            roles = {entry.name: entry for entry in entries}
+            raise missing_error(self.checkpoint, missing, _describe(missing[0], roles))
+        return entries
+
+
+def _stem(name: str, suffixes: tuple[str, ...]) -> str:
+    for suffix in suffixes:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _describe(name: str, roles: dict[str, Entry]) -> str:
+    entry = roles.get(name)
+    if entry is not None:
+        where = f"layer {entry.layer} " if entry.layer >= 0 else ""
+        return f"{where}{entry.role} ({entry.part})"
+    found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.", name)
+    return f"layer {found[1]} routed experts" if found else "tensor"
