@@ -85,6 +85,12 @@ class Session:
 
         At least one token is left to run, and with MTP one more, so that the hidden state its
         next row needs is computed again.
+    def restore(self, tokens: Sequence[int], mtp_length: int) -> None:
+        """Say whose rows the caches hold, after writing them through `cache` (saved.py does)."""
+        code = lib.clb_session_restore(self.handle, len(tokens), mtp_length, self._error)
+        check(code, self._error)
+        self.tokens[:] = tokens
+
         """
         shared = 0
         for mine, theirs in zip(self.tokens, ids, strict=False):

@@ -117,6 +117,9 @@ void clb_session_free(clb_session *session);
 int64_t clb_session_bytes(const clb_session *session);
 int64_t clb_session_length(const clb_session *session);
 int32_t clb_session_rewind(clb_session *session, int64_t length, clb_error *error);
+/* After the rows of all caches were written through clb_session_cache: how many of them count. */
+int32_t clb_session_restore(clb_session *session, int64_t length, int64_t mtp_length,
+                            clb_error *error);
 /* Cancelling: a flag any thread may set, or a file descriptor that becomes readable (-1: none);
    both are polled between layers. */
 void clb_session_cancel(clb_session *session, int32_t on);

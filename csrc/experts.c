@@ -312,6 +312,8 @@ int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error 
         clb_lease lease = {.layer = pairs[2 * i], .expert = pairs[2 * i + 1]};
         if (!has_expert(m, lease.layer, lease.expert)) continue;
         code = clb_residency_lease(m, &lease, 1, &ignored, error);
+        if (!code && lease.slot != CLB_NONE)
+            clb_slots_touch(clb_pool_of(m->residency, lease.layer), lease.slot);
         clb_residency_release(m, &lease, 1);
     }
     while (!code && clb_load_take_in(m, true, error)) continue;

@@ -180,6 +180,21 @@ int32_t clb_session_rewind(clb_session *s, int64_t length, clb_error *error) {
     return CLB_OK;
 }
 
+int32_t clb_session_restore(clb_session *s, int64_t length, int64_t mtp_length,
+                            clb_error *error) {
+    if (length < 0 || length > s->context || mtp_length < 0 || mtp_length > length)
+        return clb_fail(error, CLB_INVALID, "a context of %lld cannot hold %lld rows, %lld of them "
+                        "in the MTP cache", (long long)s->context, (long long)length,
+                        (long long)mtp_length);
+    if (mtp_length > 0 && !s->model->config.has_mtp)
+        return clb_fail(error, CLB_INVALID, "the MTP layer is not loaded");
+    s->length = length;
+    s->mtp_length = mtp_length;
+    s->mtp_seed.count = 0;
+    s->step_rows = 0; /* nothing of an older step is to be kept or taken back */
+    return CLB_OK;
+}
+
 float *clb_session_cache(clb_session *s, int32_t layer, int32_t kind, int64_t *width) {
     const clb_config *c = &s->model->config;
     *width = kind == CLB_CACHE_KV ? c->kv_lora + c->rope : c->index_dim;
