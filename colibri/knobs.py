@@ -216,8 +216,8 @@ KNOBS = (
          "from what the text repeats.",
          "on", SPECULATION, default=True, also=("MTP",), off="--no-mtp"),
     Knob("mode", "--mode", Choice(("rejection", "coupled", "probabilistic")),
-         "How drafts are verified when sampling (docs/speculation.md).", "rejection", SPECULATION,
-         default="rejection"),
+         "How drafts are verified when sampling (docs/speculation.md).", "coupled", SPECULATION,
+         default="coupled"),
     Knob("spec", "--spec", Switch(),
          "Read experts ahead, from an idle disk, as the next layer's router guesses them.",
          "off", SPECULATION, default=False, also=("SPEC",), off="--no-spec"),
@@ -280,7 +280,7 @@ class Settings:
     isa: str | None = None
     draft: int | None = None
     mtp: bool = True
-    mode: str = "rejection"
+    mode: str = "coupled"
     spec: bool = False
     stats: str = "line"
     quiet: bool = False

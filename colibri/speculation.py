@@ -38,7 +38,7 @@ def spec_decode(
     depth: DepthPolicy | None,
     limits: Limits,
     ledger: Ledger,
-    mode: Mode | str = Mode.REJECTION,
+    mode: Mode | str = Mode.COUPLED,
 ) -> Generator[list[int], None, str]:
     """Yield the tokens of a turn, block by block; return "stop", "length" or "context".
 
