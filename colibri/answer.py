@@ -1,17 +1,17 @@
 """An answer in the making: tokens become pieces of reasoning and of text, whole characters only."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from colibri.chat import opens_thinking
 from colibri.tokenizer import Tokenizer
 
-TEXT, REASONING = "text", "reasoning"
+TEXT, REASONING, MARK = "text", "reasoning", "mark"
 
 
 class Piece(NamedTuple):
-    """Text that became certain, of one kind: TEXT or REASONING."""
+    """Text that became certain, of one kind: TEXT, REASONING or MARK (one token's markup)."""
 
     kind: str
     text: str
@@ -19,16 +19,21 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer. `markup`: think tags in the answer separate reasoning from text."""
+    """Token ids to answer. `markup`: think tags in the answer separate reasoning from text.
+
+    `marks` are tokens, with their text, that become pieces of their own: those of tool calls.
+    """
 
     ids: list[int]
     markup: bool = True
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 class Splitter:
     """Cuts the tokens of one answer into pieces, by token id, never by what the text looks like.
 
     The tags are not shown. Reasoning begins when the prompt opened it or the first token does.
+    `reasoned` counts the tokens that were reasoning or its tags; they all come first.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -38,19 +43,24 @@ class Splitter:
         inside = prompt.markup and opens_thinking(prompt.ids, tokenizer)
         self._kind = REASONING if inside else TEXT
         self._first = True
+        self._marks = prompt.marks
+        self.reasoned = 0
 
     def push(self, tokens: Iterable[int]) -> Iterator[Piece]:
         """The pieces that became certain with these tokens."""
         text = ""
         for token in tokens:
             following = self._following(token)
-            if following == self._kind:
+            mark = self._marks.get(token) if following == TEXT else None
+            if following == self._kind and mark is None:
                 text += self._stream.push(token)
                 continue
             text += self._stream.finish()
             if text:
                 yield Piece(self._kind, text)
             self._kind, text = following, ""
+            if mark is not None:
+                yield Piece(MARK, mark)
         if text:
             yield Piece(self._kind, text)
 
@@ -64,5 +74,9 @@ class Splitter:
         """The kind of what comes from this token on."""
         first, self._first = self._first, False
         if self._kind == REASONING:
+            self.reasoned += 1
             return TEXT if token == self._close else REASONING
-        return REASONING if first and token == self._open else TEXT
+        if first and token == self._open:
+            self.reasoned += 1
+            return REASONING
+        return TEXT

@@ -1,6 +1,6 @@
 """One conversation in the core: its tokens, its caches, and the steps that extend them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,11 @@ class Session:
         return self._logits[:rows]
 
     @property
+    def logits(self) -> np.ndarray:
+        """Logits of the last step's rows, as many as it wanted: f32 view [>= 1, vocab]."""
+        return self._logits
+
+    @property
     def hidden(self) -> np.ndarray:
         """Post-norm hidden states of the last step's rows: f32 view [max_rows, hidden_size]."""
         return self._hidden
@@ -80,17 +85,17 @@ class Session:
         check(lib.clb_session_rewind(self.handle, length, self._error), self._error)
         del self.tokens[length:]
 
-    def reuse(self, ids: Sequence[int]) -> int:
-        """Rewind to the longest prefix that `ids` shares with the history; returns its length.
-
-        At least one token is left to run, and with MTP one more, so that the hidden state its
-        next row needs is computed again.
     def restore(self, tokens: Sequence[int], mtp_length: int) -> None:
         """Say whose rows the caches hold, after writing them through `cache` (saved.py does)."""
         code = lib.clb_session_restore(self.handle, len(tokens), mtp_length, self._error)
         check(code, self._error)
         self.tokens[:] = tokens
 
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Rewind to the longest prefix that `ids` shares with the history; returns its length.
+
+        At least one token is left to run, and with MTP one more, so that the hidden state its
+        next row needs is computed again.
         """
         shared = 0
         for mine, theirs in zip(self.tokens, ids, strict=False):
@@ -110,25 +115,30 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         prime: bool = True,
     ) -> np.ndarray:
-        """Run a prompt in chunks of max_rows; returns the last row's logits [vocab], a view.
+        """Run a prompt, as `read` does; returns the last row's logits [vocab], a view."""
+        for done in self.read(ids, prime):
+            if progress:
+                progress(done, len(ids))
+        return self._logits[0]
 
-        With `prime`, every row whose next token is known also enters the MTP cache.
+    def read(self, ids: Sequence[int], prime: bool = True) -> Iterator[int]:
+        """Run a prompt in chunks of max_rows, yielding after each the number of rows done.
+
+        After the last one `logits[0]` are the last row's. With `prime`, every row whose next token
+        is known also enters the MTP cache.
         """
         if len(ids) > self.context - self.length:
             raise ContextFull(
                 f"the prompt has {self.length + len(ids)} tokens, the context holds {self.context}"
             )
-        logits = self._logits[:0]
         for start in range(0, len(ids), self.max_rows):
             chunk = list(ids[start : start + self.max_rows])
             last = start + len(chunk) == len(ids)
-            logits = self.step_all(chunk, "last" if last else "none")
+            self.step_all(chunk, "last" if last else "none")
             following = list(ids[start + 1 : start + 1 + len(chunk)])
             if prime and self.model.has_mtp and following:
                 self.mtp_absorb(self._hidden[: len(following)], following)
-            if progress:
-                progress(start + len(chunk), len(ids))
-        return logits[0]
+            yield start + len(chunk)
 
     # ---- MTP layer ------------------------------------------------------------------------------
 

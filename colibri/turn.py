@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from colibri import stats
-from colibri.answer import REASONING, TEXT, Piece, Prompt, Splitter
+from colibri.answer import MARK, REASONING, TEXT, Piece, Prompt, Splitter
 from colibri.errors import Cancelled
 from colibri.ledger import Ledger
 from colibri.sampling import Sampler
 from colibri.speculation import Limits, spec_decode
-from colibri.stats import ERROR, INTERRUPTED, Receipt
+from colibri.stats import ERROR, INTERRUPTED, STOP, Receipt
 
 if TYPE_CHECKING:
     from colibri.engine import Engine, Slot
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+class Step(NamedTuple):
+    """What a step of decoding gave, or a chunk of the prompt: nothing. Last, a bare last piece.
+
+    Row i of the session's `logits` decided token i, until the session's next step.
+    """
+
+    tokens: list[int]
+    pieces: list[Piece]
 
 
 @dataclass
@@ -34,6 +43,8 @@ class _Clock:
 
 class Turn:
     """One answer. Iterating yields its pieces; afterwards `receipt` has the numbers.
+
+    `steps` is the same in smaller bites, for whoever has other turns to run in between.
 
     Cancelling ends the iteration between two layers of the core, with the finish reason
     "interrupted" and a session that holds the prompt so far and the tokens yielded.
@@ -58,7 +69,8 @@ class Turn:
         self.receipt: Receipt | None = None
         self._progress = progress
         self._cancelled = False
-        self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: []}
+        self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: [], MARK: []}
+        self._splitter = Splitter(engine.tokenizer, prompt)
         self._ledger = Ledger()
         self._clock = _Clock()
         self._drafter, self._depth = engine.speculation(slot, sampler.params)
@@ -73,6 +85,16 @@ class Turn:
         """The reasoning so far."""
         return "".join(self._pieces[REASONING])
 
+    @property
+    def reasoned(self) -> int:
+        """How many of `token_ids` were reasoning or its tags; they come first."""
+        return self._splitter.reasoned
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has been counted so far."""
+        return self._ledger
+
     def cancel(self) -> None:
         """End the turn soon; any thread or signal handler may call this."""
         self._cancelled = True
@@ -80,37 +102,48 @@ class Turn:
 
     def __iter__(self) -> Iterator[Piece]:
         """Run the turn, once."""
-        splitter = Splitter(self.engine.tokenizer, self.prompt)
+        for step in self.steps():
+            yield from step.pieces
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Run the turn, once; yields after every chunk of the prompt and every step."""
+        splitter = self._splitter
         self.session.cancel(self._cancelled)
         self._clock.begun = perf_counter()
         before = self.session.counters()
         reused, between = 0, before
         try:
             reused = self.session.reuse(self.prompt.ids)
-            logits = self._prefill(self.prompt.ids[reused:])
+            for _ in self._prefill(self.prompt.ids[reused:]):
+                yield Step([], [])
             between = self.session.counters()
-            for tokens in self._decode(logits):
-                yield from self._show(splitter.push(tokens))
+            with closing(self._decode()) as blocks:
+                for tokens in blocks:
+                    yield Step(tokens, self._show(splitter.push(tokens)))
         except Cancelled:
             self.finish_reason = INTERRUPTED
+        except GeneratorExit:  # whoever iterates has enough
+            self.finish_reason = STOP
+            raise
         except BaseException:
             self.finish_reason = ERROR
             raise
         finally:
             self.session.cancel(False)
             self.receipt = self._settle(reused, before, between)
-        yield from self._show(splitter.finish())
+        yield Step([], self._show(splitter.finish()))
 
-    def _prefill(self, ids: list[int]) -> np.ndarray:
-        say = self._progress
-        logits = self.session.prefill(ids, say and (lambda a, b: say("reading the prompt", a, b)))
+    def _prefill(self, ids: list[int]) -> Iterator[int]:
+        for done in self.session.read(ids):
+            if self._progress:
+                self._progress("reading the prompt", done, len(ids))
+            yield done
         self._clock.prefilled = perf_counter()
-        return logits
 
-    def _decode(self, logits: np.ndarray) -> Iterator[list[int]]:
+    def _decode(self) -> Generator[list[int], None, None]:
         blocks = spec_decode(
             self.session,
-            logits,
+            self.session.logits[0],
             self.sampler,
             self._drafter,
             self._depth,
@@ -129,10 +162,11 @@ class Turn:
             self.token_ids += tokens
             yield tokens
 
-    def _show(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
+    def _show(self, pieces: Iterable[Piece]) -> list[Piece]:
+        shown = list(pieces)
+        for piece in shown:
             self._pieces[piece.kind].append(piece.text)
-            yield piece
+        return shown
 
     def _settle(self, reused: int, before: dict[str, int], between: dict[str, int]) -> Receipt:
         engine, clock = self.engine, self._clock

@@ -199,3 +199,21 @@ def test_without_mtp(copy):
         assert not engine.model.has_mtp and engine.model.dense_bytes < whole
     drafter, _ = Engine.open(settings(copy, mtp="0")).speculation(engine.slot, engine.sampling)
     assert drafter.name == "ngram"
+
+
+def test_steps_in_between(engine):
+    """Two turns run step by step in turns write what each writes alone; closing one ends it."""
+    prompts = [engine.chat([{"role": "user", "content": "Tell me. " * n}]) for n in (90, 1)]
+    alone = [finish(engine.answer(p, engine.new_slot(), max_tokens=30)) for p in prompts]
+    turns = [engine.answer(p, engine.new_slot(), max_tokens=30) for p in prompts]
+    running = [turn.steps() for turn in turns]
+    while running:
+        running = [steps for steps in running if next(steps, None)]
+    assert [turn.text for turn in turns] == alone
+    turn = engine.answer(prompts[0], engine.new_slot())
+    steps = turn.steps()
+    while not next(steps).tokens:
+        pass
+    steps.close()
+    assert turn.finish_reason == turn.receipt.finish_reason == "stop"
+    assert turn.receipt.answer_tokens == len(turn.token_ids) > 0
