@@ -203,14 +203,15 @@ def test_without_mtp(copy):
 
 def test_steps_in_between(engine):
     """Two turns run step by step in turns write what each writes alone; closing one ends it."""
-    prompts = [engine.chat([{"role": "user", "content": "Tell me. " * n}]) for n in (90, 1)]
+    prompts = [engine.chat([{"role": "system", "content": "Hello. " * 90}, *STORY]),
+               engine.chat(STORY)]  # fmt: skip
     alone = [finish(engine.answer(p, engine.new_slot(), max_tokens=30)) for p in prompts]
     turns = [engine.answer(p, engine.new_slot(), max_tokens=30) for p in prompts]
     running = [turn.steps() for turn in turns]
     while running:
         running = [steps for steps in running if next(steps, None)]
     assert [turn.text for turn in turns] == alone
-    turn = engine.answer(prompts[0], engine.new_slot())
+    turn = engine.answer(prompts[1], engine.new_slot())
     steps = turn.steps()
     while not next(steps).tokens:
         pass
