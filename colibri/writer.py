@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +13,55 @@ from colibri.errors import ContainerError
 from colibri.layout import RECORD_ALIGN, TensorSpec
 
 PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
+
+
+class ShardImage:
+    """Where everything lies in a safetensors file of these tensors, before a byte is written.
+
+    The data section begins at a multiple of `align`. `size` is the whole file's, in bytes.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], metadata: Mapping[str, str], align: int = RECORD_ALIGN
+    ) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self._metadata = dict(metadata)
+        self._align = align
+        at = len(self.header({}))
+        self._starts = {}
+        for spec in specs:
+            self._starts[spec.name] = at
+            at += spec.nbytes
+        self.size = at
+
+    def place(self, name: str, piece: int) -> tuple[int, int]:
+        """Offset and bytes of one piece of a tensor."""
+        spec = self.specs[name]
+        begin = piece * spec.piece
+        return self._starts[name] + begin, min(spec.piece, spec.nbytes - begin)
+
+    def header(self, sums: Mapping[str, Sequence[int]]) -> bytes:
+        """Length and JSON, padded with spaces; the same size whatever the CRC-32s of the pieces."""
+        checksums = {
+            name: {
+                "piece": spec.piece,
+                "crc32": "".join(f"{s:08x}" for s in sums.get(name, [0] * spec.pieces)),
+            }
+            for name, spec in self.specs.items()
+        }
+        text = json.dumps(checksums, separators=(",", ":"))
+        entries: dict[str, object] = {"__metadata__": self._metadata | {"checksums": text}}
+        at = 0
+        for spec in self.specs.values():
+            entries[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header = header.ljust(-(-(8 + len(header)) // self._align) * self._align - 8)
+        return len(header).to_bytes(8, "little") + header
 
 
 class ShardWriter:
@@ -27,37 +76,47 @@ class ShardWriter:
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str]) -> None:
         self.path = path
         self._partial = path.with_name(path.name + PARTIAL)
-        self._specs = {spec.name: spec for spec in specs}
-        if len(self._specs) != len(specs):
+        self._image = ShardImage(specs, metadata)
+        if len(self._image.specs) != len(specs):
             raise ContainerError(f"{path}: two tensors have one name")
-        self._metadata = metadata
         self._sums: dict[str, list[int | None]] = {
-            spec.name: [None] * _pieces(spec) for spec in specs
+            spec.name: [None] * spec.pieces for spec in specs
         }
-        self._header_bytes = len(self._header())
-        self._starts = dict(zip(self._specs, self._offsets(self._header_bytes), strict=False))
 
     def __enter__(self) -> "ShardWriter":
         try:
             self._file = self._partial.open("wb", buffering=0)
         except OSError as why:
-            raise self._fail(why) from why
+            raise cannot_write(self.path, why) from why
         return self
 
-    def write(self, name: str, data: np.ndarray | bytes, piece: int = 0) -> None:
-        """Write one piece of a tensor (all of it, for most); `data` must have the piece's bytes."""
-        spec = self._specs[name]
+    def write(self, name: str, data: np.ndarray | bytes, piece: int | None = None) -> None:
+        """Write one piece of a tensor, or all of them; `data` must have exactly its bytes."""
+        spec = self._image.specs[name]
         view = memoryview(np.ascontiguousarray(data) if isinstance(data, np.ndarray) else data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        begin = piece * spec.piece
-        if not 0 <= piece < _pieces(spec) or view.nbytes != min(spec.piece, spec.nbytes - begin):
+        if piece is not None:
+            self._write_piece(spec, piece, view)
+            return
+        if view.nbytes != spec.nbytes:
             raise ContainerError(
-                f"{self.path}: {name}: {view.nbytes} bytes are not piece {piece} of {spec.nbytes}"
+                f"{self.path}: {name}: {view.nbytes} bytes are not the {spec.nbytes} it has"
             )
-        if self._sums[name][piece] is not None:
-            raise ContainerError(f"{self.path}: {name}: piece {piece} was written before")
-        self._write_at(self._starts[name] + begin, view)
-        self._sums[name][piece] = zlib.crc32(view)
+        for number in range(spec.pieces):
+            begin = number * spec.piece
+            self._write_piece(spec, number, view[begin : begin + spec.piece])
+
+    def _write_piece(self, spec: TensorSpec, piece: int, view: memoryview) -> None:
+        offset, nbytes = self._image.place(spec.name, piece)
+        if not 0 <= piece < spec.pieces or view.nbytes != nbytes:
+            raise ContainerError(
+                f"{self.path}: {spec.name}: {view.nbytes} bytes are not piece {piece} "
+                f"of {spec.nbytes}"
+            )
+        if self._sums[spec.name][piece] is not None:
+            raise ContainerError(f"{self.path}: {spec.name}: piece {piece} was written before")
+        self._write_at(offset, view)
+        self._sums[spec.name][piece] = zlib.crc32(view)
 
     def __exit__(
         self,
@@ -80,14 +139,15 @@ class ShardWriter:
             raise ContainerError(
                 f"{self.path}: {len(lacking)} tensors were not written, first {lacking[0]}"
             )
-        self._write_at(0, memoryview(self._header()))
+        sums = {name: [s or 0 for s in row] for name, row in self._sums.items()}
+        self._write_at(0, memoryview(self._image.header(sums)))
         try:
             os.fsync(self._file.fileno())
             self._file.close()
             self._partial.replace(self.path)
             sync_directory(self.path.parent)
         except OSError as why:
-            raise self._fail(why) from why
+            raise cannot_write(self.path, why) from why
 
     def _discard(self) -> None:
         self._file.close()
@@ -95,39 +155,21 @@ class ShardWriter:
 
     def _write_at(self, offset: int, view: memoryview) -> None:
         try:
-            while view.nbytes:
-                done = os.pwrite(self._file.fileno(), view, offset)
-                offset, view = offset + done, view[done:]
+            write_at(self._file.fileno(), offset, view)
         except OSError as why:
-            raise self._fail(why) from why
+            raise cannot_write(self.path, why) from why
 
-    def _fail(self, why: OSError) -> ContainerError:
-        return ContainerError(f"{self.path}: cannot be written: {why.strerror}")
 
-    def _offsets(self, start: int) -> list[int]:
-        offsets = [start]
-        for spec in self._specs.values():
-            offsets.append(offsets[-1] + spec.nbytes)
-        return offsets
+def write_at(handle: int, offset: int, view: memoryview) -> None:
+    """Write all of `view` at an offset of an open file, however little the kernel takes at once."""
+    while view.nbytes:
+        done = os.pwrite(handle, view, offset)
+        offset, view = offset + done, view[done:]
 
-    def _header(self) -> bytes:
-        """Length and JSON, padded with spaces to 4096; the same size whatever the checksums."""
-        sums = {
-            name: {"piece": self._specs[name].piece, "crc32": "".join(f"{s or 0:08x}" for s in row)}
-            for name, row in self._sums.items()
-        }
-        checksums = json.dumps(sums, separators=(",", ":"))
-        entries: dict[str, object] = {"__metadata__": self._metadata | {"checksums": checksums}}
-        offsets = self._offsets(0)
-        for spec, begin, end in zip(self._specs.values(), offsets, offsets[1:], strict=False):
-            entries[spec.name] = {
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text = text.ljust(-(-(8 + len(text)) // RECORD_ALIGN) * RECORD_ALIGN - 8)
-        return len(text).to_bytes(8, "little") + text
+
+def cannot_write(path: Path, why: OSError) -> ContainerError:
+    """The error for a failed write of `path`."""
+    return ContainerError(f"{path}: cannot be written: {why.strerror}")
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -142,7 +184,7 @@ def write_file(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
     except OSError as why:
         partial.unlink(missing_ok=True)
-        raise ContainerError(f"{path}: cannot be written: {why.strerror}") from why
+        raise cannot_write(path, why) from why
 
 
 def sync_directory(directory: Path) -> None:
@@ -152,7 +194,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _pieces(spec: TensorSpec) -> int:
-    return -(-spec.nbytes // spec.piece) if spec.piece else 0

@@ -122,8 +122,10 @@ def test_wrong_pieces_are_refused(tmp_path):
         pytest.raises(ContainerError, match="written before"),
         ShardWriter(tmp_path / "a", SPECS, {}) as writer,
     ):
-        with pytest.raises(ContainerError, match="19 bytes are not piece 0 of 20"):
+        with pytest.raises(ContainerError, match="19 bytes are not the 20 it has"):
             writer.write("norm", b"x" * 19)
+        with pytest.raises(ContainerError, match="4095 bytes are not piece 0 of 12288"):
+            writer.write("records", b"x" * 4095, 0)
         with pytest.raises(ContainerError, match="are not piece 3"):
             writer.write("records", ARRAYS["records"][0], 3)
         with pytest.raises(ContainerError, match="are not piece -1"):
