@@ -47,3 +47,7 @@ class TokenizerError(ColibriError):
 
 class SamplingError(ColibriError):
     """No token can be chosen: every logit is NaN or infinite."""
+
+
+class StateError(ColibriError):
+    """Something in the state directory cannot be kept, is damaged, or belongs to another model."""

@@ -1,0 +1,117 @@
+"""The state directory: what outlives a process, kept whole or not at all.
+
+Nothing is ever written into a model's directory. Files are for this user alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from colibri.errors import StateError
+from colibri.strictjson import parse_object
+
+PARTIAL = ".partial"  # suffix of a file being written
+_SUM = "blake2b "
+
+
+class State:
+    """One state directory, or none (root None): then nothing is kept and nothing is found.
+
+    `warn` is told the first failure of a kind; what cannot be kept stops nobody.
+    """
+
+    def __init__(self, root: str | Path | None, warn: Callable[[str], None]) -> None:
+        self.root = None if root is None else Path(root).expanduser()
+        self._warn = warn
+        self._told: set[str] = set()
+
+    def place(self, *parts: str) -> Path:
+        """A path inside; StateError when there is no state directory."""
+        if self.root is None:
+            raise StateError("there is no state directory; set COLIBRI_STATE or HOME")
+        return self.root.joinpath(*parts)
+
+    def keep(self, what: str, action: Callable[[], None]) -> bool:
+        """Do it; a StateError becomes one warning that `what` is not kept."""
+        if self.root is None:
+            return False
+        try:
+            action()
+        except StateError as error:
+            if what not in self._told:
+                self._warn(f"{what} cannot be kept: {error}")
+            self._told.add(what)
+            return False
+        self._told.discard(what)
+        return True
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and those above it, for this user alone."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as why:
+        raise StateError(f"{path}: {why.strerror}") from why
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when the block ends well: synced, then renamed."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync(path.parent)
+    except OSError as why:
+        raise StateError(f"{path}: cannot be written: {why.strerror}") from why
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """One line of JSON and its checksum."""
+    line = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+    with writing(path) as file:
+        file.write(line + b"\n" + _SUM.encode() + checksum([line]).encode() + b"\n")
+
+
+def read_document(path: Path) -> dict[str, Any] | None:
+    """What write_document wrote; None when there is no such file, StateError when damaged."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as why:
+        raise StateError(f"{path}: cannot be read: {why.strerror}") from why
+    line, _, rest = data.partition(b"\n")
+    if rest.decode("ascii", "replace").strip() != _SUM + checksum([line]):
+        raise StateError(f"{path}: is damaged (its checksum differs); remove it")
+    return parse_object(line, str(path), StateError)
+
+
+def checksum(parts: Iterable[Any]) -> str:
+    """32 hex digits over buffers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
