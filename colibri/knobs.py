@@ -202,6 +202,10 @@ KNOBS = (
          "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
          "last used within --ram; auto takes what fits. The text does not depend on it.",
          "auto", MACHINE, default="auto"),
+    Knob("warm", "--warm", Switch(),
+         "Begin with the experts that were in memory when this model last ended, where --io keeps "
+         "experts within --ram.",
+         "on while a chat waits for its first line, off for run", MACHINE, off="--no-warm"),
     Knob("threads", "--threads", Number(1, 1024, whole=True),
          "Threads that compute. The text does not depend on it.",
          "the physical cores this process may use", MACHINE),
@@ -248,6 +252,10 @@ class Screen:
         """A COLUMNS that is no number is ignored, as shells leave odd ones behind."""
         width = environ.get("COLUMNS", "")
         columns = int(width) if re.fullmatch(r"\d{1,4}", width, re.ASCII) else 0
+    Knob("state", "", Text(),
+         "Directory of saved conversations, of what was typed in chats, and of which experts were "
+         "in memory; off keeps nothing.",
+         "colibri in XDG_STATE_HOME, else in ~/.local/state", PROCESS),
         return cls(
             color=not environ.get("NO_COLOR"),
             columns=columns or None,
@@ -298,10 +306,23 @@ class Settings:
         """
         values: dict[str, Any] = {}
         for knob in KNOBS:
+    warm: bool | None = None
             found = _find(knob, flags or {}, environ)
             if found:
                 values[knob.name] = knob.read(*found)
-        return cls(screen=Screen.read(environ), given=frozenset(values), **values)
+        given = frozenset(values)
+        values["state"] = _state_directory(values.get("state"), environ)
+        return cls(screen=Screen.read(environ), given=given, **values)
+
+
+def _state_directory(asked: str | None, environ: Mapping[str, str]) -> str | None:
+    """What was asked for, else the place the XDG rules give; None when there is none, or off."""
+    if asked is not None:
+        return None if asked == "off" else asked
+    base, home = environ.get("XDG_STATE_HOME", ""), environ.get("HOME", "")
+    if not base.startswith("/"):  # a relative one is to be ignored
+        base = f"{home}/.local/state" if home.startswith("/") else ""
+    return f"{base}/colibri" if base else None
 
 
 def debug_wanted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -314,6 +335,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     known = [knob.variables[0] for knob in KNOBS]
     strange = [name for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
     return [f"{name} is not a knob{_suggest(name, known)}" for name in strange]
+    state: str | None = None
 
 
 def _suggest(name: str, known: list[str]) -> str:
