@@ -156,8 +156,8 @@ class Knob:
             raise UsageError(f"{source} is {shown}; expected {self.kind.expects}") from None
 
 
-MODEL, SAMPLING, PROMPT, MACHINE, SPECULATION, OUTPUT, PROCESS = (
-    "Model", "Sampling", "Prompt", "Machine", "Speculation", "Output", "Process",
+MODEL, SAMPLING, PROMPT, MACHINE, SPECULATION, SERVER, OUTPUT, PROCESS = (
+    "Model", "Sampling", "Prompt", "Machine", "Speculation", "Server", "Output", "Process",
 )  # fmt: skip
 
 KNOBS = (
@@ -225,6 +225,29 @@ KNOBS = (
     Knob("spec", "--spec", Switch(),
          "Read experts ahead, from an idle disk, as the next layer's router guesses them.",
          "off", SPECULATION, default=False, also=("SPEC",), off="--no-spec"),
+    Knob("host", "--host", Text(metavar="ADDRESS"),
+         "Address to listen on. Beyond loopback (0.0.0.0: every interface) --api-key is required.",
+         "127.0.0.1", SERVER, default="127.0.0.1"),
+    Knob("port", "--port", Number(0, 65535, whole=True),
+         "Port to listen on; 0: any free one.", "8000", SERVER, default=8000),
+    Knob("api_key", "--api-key", Text(metavar="KEY"),
+         "What clients must send as Authorization: Bearer KEY. The environment is the better place "
+         "for it: others on this machine can see flags.",
+         "none", SERVER),
+    Knob("model_id", "--model-id", Text(metavar="NAME"),
+         "The model's name in the API.", "the model directory's name", SERVER),
+    Knob("conversations", "--conversations", Number(1, 64, whole=True, auto=("auto",)),
+         "Conversations that are answered at once, and whose caches are kept; each has a context's "
+         "memory.",
+         "up to 4, as an eighth of the memory allows", SERVER),
+    Knob("queue", "--queue", Number(0, 4096, whole=True),
+         "Requests that may wait; more are refused with status 429.", "32", SERVER, default=32),
+    Knob("allow_host", "--allow-host", Text(metavar="NAMES"),
+         "Names, with commas between them, by which clients may call this machine (Host header).",
+         "localhost, the machine's own name and any IP address", SERVER),
+    Knob("allow_origin", "--allow-origin", Text(metavar="URLS"),
+         "Origins, with commas between them, whose pages may call the API from a browser.",
+         "the server's own page", SERVER),
     Knob("stats", "--stats", Choice(("line", "table", "full")),
          "Receipt on stderr: one line; a table (plain --stats); full: with the ledger of drafts.",
          "line", OUTPUT, default="line", also=("STATS",)),
@@ -290,6 +313,14 @@ class Settings:
     mtp: bool = True
     mode: str = "coupled"
     spec: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    model_id: str | None = None
+    conversations: int | None = None
+    queue: int = 32
+    allow_host: str | None = None
+    allow_origin: str | None = None
     stats: str = "line"
     quiet: bool = False
     debug: bool = False
