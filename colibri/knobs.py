@@ -239,7 +239,7 @@ KNOBS = (
     Knob("conversations", "--conversations", Number(1, 64, whole=True, auto=("auto",)),
          "Conversations that are answered at once, and whose caches are kept; each has a context's "
          "memory.",
-         "up to 4, as an eighth of the memory allows", SERVER),
+         "up to 4, as a quarter of the memory allows", SERVER),
     Knob("queue", "--queue", Number(0, 4096, whole=True),
          "Requests that may wait; more are refused with status 429.", "32", SERVER, default=32),
     Knob("allow_host", "--allow-host", Text(metavar="NAMES"),
@@ -253,6 +253,10 @@ KNOBS = (
          "line", OUTPUT, default="line", also=("STATS",)),
     Knob("quiet", "--quiet", Switch(), "Write nothing but the answer and errors.", "off", OUTPUT,
          default=False),
+    Knob("state", "", Text(),
+         "Directory of saved conversations, of what was typed in chats, and of which experts were "
+         "in memory; off keeps nothing.",
+         "colibri in XDG_STATE_HOME, else in ~/.local/state", PROCESS),
     Knob("debug", "", Switch(), "Show the traceback of an error.", "off", PROCESS, default=False,
          also=("COLI_DEBUG",)),
 )  # fmt: skip
@@ -275,10 +279,6 @@ class Screen:
         """A COLUMNS that is no number is ignored, as shells leave odd ones behind."""
         width = environ.get("COLUMNS", "")
         columns = int(width) if re.fullmatch(r"\d{1,4}", width, re.ASCII) else 0
-    Knob("state", "", Text(),
-         "Directory of saved conversations, of what was typed in chats, and of which experts were "
-         "in memory; off keeps nothing.",
-         "colibri in XDG_STATE_HOME, else in ~/.local/state", PROCESS),
         return cls(
             color=not environ.get("NO_COLOR"),
             columns=columns or None,
@@ -307,6 +307,7 @@ class Settings:
     context: int | None = None
     ram: int | None = None
     io: str = "auto"
+    warm: bool | None = None
     threads: int | None = None
     isa: str | None = None
     draft: int | None = None
@@ -323,6 +324,7 @@ class Settings:
     allow_origin: str | None = None
     stats: str = "line"
     quiet: bool = False
+    state: str | None = None
     debug: bool = False
     screen: Screen = field(default_factory=Screen)
     given: frozenset[str] = frozenset()
@@ -337,7 +339,6 @@ class Settings:
         """
         values: dict[str, Any] = {}
         for knob in KNOBS:
-    warm: bool | None = None
             found = _find(knob, flags or {}, environ)
             if found:
                 values[knob.name] = knob.read(*found)
@@ -366,7 +367,6 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     known = [knob.variables[0] for knob in KNOBS]
     strange = [name for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
     return [f"{name} is not a knob{_suggest(name, known)}" for name in strange]
-    state: str | None = None
 
 
 def _suggest(name: str, known: list[str]) -> str:
