@@ -158,6 +158,21 @@ def info(model: str | None, as_json: bool) -> int:
     return show_info(settings, as_json)
 
 
+@cli.command(cls=Command)
+@click.argument("model", required=False)
+@knob_options(knobs.SERVER, knobs.SAMPLING, knobs.MACHINE, knobs.SPECULATION)
+def serve(model: str | None, **values: Any) -> int:
+    """Answer over HTTP, as OpenAI's API does; a page to chat and to watch is at /.
+
+    MODEL as for `colibri run`. What a request leaves out is as the flags say; docs/api.md says
+    what a request may hold. Ctrl-C ends it, a second one at once. Needs colibri-moe[serve].
+    """
+    settings = settings_of(values, model)
+    from colibri.serve_cli import serve
+
+    return serve(settings)
+
+
 cli.add_command(bench_command)
 
 

@@ -72,6 +72,7 @@ class Engine:
         self.load_seconds = 0.0
         self.plan: Plan | None = None
         self.slot = self.new_slot()
+        self.conversations = 1  # slots the plan has room for
         if self.tokenizer.vocab_used > container.config.vocab_size:
             raise ConfigError(
                 f"{container.directory}: tokenizer.json has {self.tokenizer.vocab_used} tokens, "
@@ -79,8 +80,13 @@ class Engine:
             )
 
     @classmethod
-    def open(cls, settings: Settings, progress: Progress | None = None) -> "Engine":
-        """Load a model; errors name the file, the knob or both numbers of a limit."""
+    def open(
+        cls, settings: Settings, progress: Progress | None = None, conversations: int | None = 1
+    ) -> "Engine":
+        """Load a model; errors name the file, the knob or both numbers of a limit.
+
+        `conversations`: the slots that memory is set aside for; None: a few, as memory allows.
+        """
         begun = perf_counter()
         container = Container.open(model_directory(settings))
         mtp = settings.mtp and container.has_mtp and settings.draft != 0
@@ -94,6 +100,9 @@ class Engine:
             progress=progress and (lambda done, total: progress("loading layer", done, total)),
         )
         engine = cls(container, model, settings, size)
+        quarter = (memory.bytes - model.dense_bytes - RESERVE) // 4
+        fit = max(1, min(4, quarter // engine.slot.session.bytes))
+        engine.conversations = conversations or fit
         engine.plan = make_plan(engine.demand(), memory.bytes, settings.io, RESERVE)
         pilot = "router" if settings.spec else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
@@ -107,11 +116,11 @@ class Engine:
         return plan is None or plan.io == "mmap" or plan.slots_per_layer >= experts
 
     def demand(self) -> Demand:
-        """What the model and one slot ask for."""
+        """What the model and its slots ask for."""
         config = self.container.config
         return Demand(
             dense=self.model.dense_bytes,
-            session=self.slot.session.bytes,
+            session=self.slot.session.bytes * self.conversations,
             container=sum(shard.size for shard in self.container.shards),
             experts=config.n_routed_experts,
             layers=sum(self.container.sparse[: config.num_hidden_layers]),
@@ -148,17 +157,20 @@ class Engine:
     ) -> Turn:
         """A turn that has not begun; iterate it. ContextFull when the prompt leaves no room."""
         slot = slot or self.slot
-        count, holds = len(prompt.ids), slot.session.context
-        if count >= holds:
-            most = self.container.config.max_position_embeddings
-            remedy = f"--ctx raises it, to {most} at most" if holds < most else ""
-            raise ContextFull(
-                f"the prompt has {count} tokens and the context holds {holds}, "
-                f"answer included. {remedy or 'This model has no larger one; shorten the prompt'}."
-            )
+        self.require_room(len(prompt.ids))
         sampler = Sampler(sampling or self.sampling, self.tokenizer.vocab_used)
         limit = max_tokens or self.settings.max_tokens
         return Turn(self, slot, prompt, sampler, limit, progress)
+
+    def require_room(self, count: int) -> None:
+        """ContextFull, with both numbers, when so many prompt tokens leave no room to answer."""
+        if count >= self.context:
+            most = self.container.config.max_position_embeddings
+            remedy = f"--ctx raises it, to {most} at most" if self.context < most else ""
+            raise ContextFull(
+                f"the prompt has {count} tokens and the context holds {self.context}, "
+                f"answer included. {remedy or 'This model has no larger one; shorten the prompt'}."
+            )
 
     def speculation(
         self, slot: Slot, sampling: SamplingParams
