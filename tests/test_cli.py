@@ -101,12 +101,13 @@ def test_slips_in_the_environment(command):
 
 def test_nan_logits(command, monkeypatch):
     """A model whose output is not a number ends in one line, not in a traceback or in NaN."""
-    real = Session.prefill
+    real = Session.read
 
     def broken(self, *arguments, **more):
-        return np.full_like(real(self, *arguments, **more), np.nan)
+        yield from real(self, *arguments, **more)
+        self.logits[:] = np.nan
 
-    monkeypatch.setattr(Session, "prefill", broken)
+    monkeypatch.setattr(Session, "read", broken)
     result = command("run", "-p", "Hi", "--json")
     assert (result.status, result.out) == (1, "")
     assert result.err.startswith("colibri: error: ") and "NaN" in result.err
@@ -114,14 +115,13 @@ def test_nan_logits(command, monkeypatch):
 
 def test_partly_nan_logits(command, monkeypatch):
     """Single bad logits are skipped, the answer goes on, and the receipt tells."""
-    real = Session.prefill
+    real = Session.read
 
     def broken(self, *arguments, **more):
-        logits = real(self, *arguments, **more)
-        logits[:3] = np.nan, np.inf, -np.inf
-        return logits
+        yield from real(self, *arguments, **more)
+        self.logits[0, :3] = np.nan, np.inf, -np.inf
 
-    monkeypatch.setattr(Session, "prefill", broken)
+    monkeypatch.setattr(Session, "read", broken)
     result = command("run", "-p", "Hi", "--stats", "--temp", "0")
     assert result.status == 0 and len(result.out) > 1
     assert "note       2 of " in result.err

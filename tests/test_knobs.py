@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from colibri import knobs
 from colibri.cli import cli
 from colibri.errors import UsageError
-from colibri.knobs import BY_NAME, KNOBS, Choice, Number, Settings, Size, Switch, Text
+from colibri.knobs import BY_NAME, KNOBS, SERVER, Choice, Number, Settings, Size, Switch, Text
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -153,7 +153,11 @@ def test_one_reader_of_the_environment():
 
 
 def test_help_shows_every_flag():
-    """Every flag of the table is in `colibri run --help`, with its default."""
-    text = " ".join(CliRunner().invoke(cli, ["run", "--help"]).output.split())
+    """Every flag of the table is in the --help of run or of serve, with its default."""
+    helps = {
+        name: " ".join(CliRunner().invoke(cli, [name, "--help"]).output.split())
+        for name in ("run", "serve")
+    }
     for knob in (knob for knob in KNOBS if knob.flag):
+        text = helps["serve" if knob.group == SERVER else "run"]
         assert knob.flag in text and f"[default: {knob.shown}]" in text
