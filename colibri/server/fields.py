@@ -1,0 +1,225 @@
+"""What a request's fields may hold: each kind checks a value, and says so in JSON Schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from colibri.server.refusal import Refusal
+
+DEEPEST = 100  # nesting of a request's JSON
+
+
+class Kind(Protocol):
+    """One kind of value."""
+
+    def read(self, value: Any, where: str) -> Any:
+        """The value as the server uses it; Refusal names `where` and what was expected."""
+
+    def schema(self) -> dict[str, Any]:
+        """The kind in JSON Schema."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number between two bounds, both allowed. A whole one may be written 12.0."""
+
+    least: float
+    most: float
+    whole: bool = False
+    clamp: bool = False  # more than `most` means `most`
+
+    def read(self, value: Any, where: str) -> Any:
+        """int or float."""
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if fine and self.whole:
+            fine = isinstance(value, int) or value.is_integer()
+        if not fine or value < self.least or (value > self.most and not self.clamp):
+            kind = "a whole number" if self.whole else "a number"
+            upper = "" if self.clamp else f" to {self.most:.15g}"
+            raise wrong(where, value, f"{kind} from {self.least:.15g}{upper}")
+        return min(int(value), int(self.most)) if self.whole else float(value)
+
+    def schema(self) -> dict[str, Any]:
+        """integer or number."""
+        bounds = {"minimum": self.least} | ({} if self.clamp else {"maximum": self.most})
+        return {"type": "integer" if self.whole else "number", **bounds}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    def read(self, value: Any, where: str) -> bool:
+        """bool."""
+        if not isinstance(value, bool):
+            raise wrong(where, value, "true or false")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """boolean."""
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Any text."""
+
+    def read(self, value: Any, where: str) -> str:
+        """str."""
+        if not isinstance(value, str):
+            raise wrong(where, value, "text")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """string."""
+        return {"type": "string"}
+
+
+@dataclass(frozen=True)
+class Words:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def read(self, value: Any, where: str) -> str:
+        """One of them."""
+        if value not in self.words:
+            raise wrong(where, value, f"one of {', '.join(self.words)}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """enum."""
+        return {"type": "string", "enum": list(self.words)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A feature that is not there: nothing but the values that do not ask for it."""
+
+    values: tuple[Any, ...]
+
+    def read(self, value: Any, where: str) -> Any:
+        """One of the values."""
+        if not any(value == v and type(value) is type(v) for v in self.values):
+            allowed = " or ".join(json.dumps(v) for v in self.values)
+            raise Refusal(
+                f"{where} is {brief(value)}, which this server cannot do; "
+                f"{f'leave it out or send {allowed}' if self.values else 'leave it out'}.",
+                where,
+                code="unsupported_parameter",
+            )
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """enum."""
+        return {"enum": list(self.values)} if self.values else {"type": "null"}
+
+
+@dataclass(frozen=True)
+class Stops:
+    """A text, or a list of at most 16; none of them empty."""
+
+    def read(self, value: Any, where: str) -> tuple[str, ...]:
+        """The texts."""
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or len(texts) > 16:
+            raise wrong(where, value, "text or a list of at most 16 texts")
+        for i, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise wrong(f"{where}[{i}]", text, "text that is not empty")
+        return tuple(texts)
+
+    def schema(self) -> dict[str, Any]:
+        """string or array."""
+        text = {"type": "string", "minLength": 1}
+        return {"anyOf": [text, {"type": "array", "items": text, "maxItems": 16}]}
+
+
+@dataclass(frozen=True)
+class Table:
+    """An object with known fields."""
+
+    fields: Sequence[Field]
+
+    def read(self, value: Any, where: str) -> dict[str, Any]:
+        """The fields that were given."""
+        if not isinstance(value, dict):
+            raise wrong(where, value, "an object")
+        return read(value, self.fields, f"{where}." if where else "")
+
+    def schema(self) -> dict[str, Any]:
+        """object."""
+        return {
+            "type": "object",
+            "properties": {f.name: f.kind.schema() | {"description": f.help} for f in self.fields},
+            "required": [f.name for f in self.fields if f.required],
+            "additionalProperties": False,
+        }
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field by name. null is the same as leaving it out."""
+
+    name: str
+    kind: Kind
+    help: str
+    required: bool = False
+
+
+def read(body: dict[str, Any], fields: Sequence[Field], prefix: str = "") -> dict[str, Any]:
+    """The fields that are given, checked; Refusal for any other, by name."""
+    known = {field.name: field for field in fields}
+    for name in body:
+        if name not in known:
+            raise Refusal(
+                f"{prefix}{brief(name, quote=False)} is not supported; leave it out.",
+                f"{prefix}{name}",
+                code="unsupported_parameter",
+            )
+    given = {name: value for name, value in body.items() if value is not None}
+    for field in fields:
+        if field.required and field.name not in given:
+            raise Refusal(f"{prefix}{field.name} is missing.", prefix + field.name)
+    return {name: known[name].kind.read(value, prefix + name) for name, value in given.items()}
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body; Refusal says what is wrong with it."""
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"the body is not UTF-8 text at byte {error.start}.") from None
+    except RecursionError:
+        raise Refusal("the body's JSON is nested too deeply.") from None
+    except ValueError as error:
+        raise Refusal(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Refusal(f"the body is {brief(value)}; expected a JSON object.")
+    level, deep = [value], 0
+    while level:
+        deep += 1
+        if deep > DEEPEST:
+            raise Refusal(f"the body's JSON is nested more than {DEEPEST} levels deep.")
+        inner = [v for v in level if isinstance(v, (dict, list))]
+        level = [c for v in inner for c in (v.values() if isinstance(v, dict) else v)]
+    return value
+
+
+def wrong(where: str, value: Any, expected: str) -> Refusal:
+    """The refusal of a value that is not what a field may hold."""
+    return Refusal(f"{where} is {brief(value)}; expected {expected}.", where)
+
+
+def brief(value: Any, quote: bool = True) -> str:
+    """A value as a message shows it: JSON, cut short."""
+    text = json.dumps(value) if quote or not isinstance(value, str) else value
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
