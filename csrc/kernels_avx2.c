@@ -104,6 +104,11 @@ static inline lanes lanes_load_f16(const uint8_t *p) {
                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
 }
 
+#define CLB_F16_ONE f16_one
+static inline float f16_one(uint16_t bits) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+
 /* Nibbles stay unsigned: the -8 is in the activations' start values. */
 static inline packed packed_int4(const uint8_t *p) {
     __m256i both = _mm256_loadu_si256((const __m256i *)p), mask = _mm256_set1_epi8(15);

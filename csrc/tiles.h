@@ -9,6 +9,10 @@
 #define CLB_APART static __attribute__((noinline)) /* once a run: not worth a copy in each tile */
 #define CLB_UNROLL _Pragma("GCC unroll 16")
 
+#ifndef CLB_F16_ONE /* an f16 as a float; some instruction sets have an instruction for it */
+#define CLB_F16_ONE clb_f16_float
+#endif
+
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
     CHUNK = 32, /* blocks whose scales are made ready at once */
@@ -32,7 +36,6 @@ typedef struct run { /* up to CHUNK blocks: where their bytes begin, and their s
     const int8_t *q[SIDE];      /* [row] */
     const int32_t *start[SIDE];
     const float *scale[SIDE];
-    float block[SIDE][SIDE][CHUNK];  /* [output][row]: weight scale times activation scale */
     float group[SIDE][CHUNK_GROUPS]; /* [output]: scales of the groups the run meets */
     int32_t base[CHUNK];             /* spread scales: the block's first group in group[] */
     int32_t lane[CHUNK][CLB_LANES];  /* and the lane's group, counted from base */
@@ -54,33 +57,6 @@ CLB_APART void load_scales(const clb_matrix *w, int64_t row, int64_t first, int6
     }
     for (; i < n; i++)
         out[i] = out[have - 1];
-}
-
-/* One scale a block: its product with each row's activation scale, in float. */
-static void block_scales(const tile *t, int64_t b, int64_t n, int outputs, int rows, run *at) {
-    int64_t per = t->w->group / CLB_BLOCK; /* blocks of one group; 0: the whole row */
-    int64_t first = per ? b / per : 0, groups = per ? (b + n - 1) / per - first + 1 : 1;
-    int64_t phase = per ? b % per : 0;
-    int32_t of[CHUNK] = {0};
-    for (int64_t k = 1; k < n && per > 1; k++) {
-        phase = phase + 1 == per ? 0 : phase + 1;
-        of[k] = of[k - 1] + !phase;
-    }
-    for (int i = 0; i < outputs; i++) {
-        const float *group = at->group[i];
-        load_scales(t->w, t->o + i, first, groups, at->group[i]);
-        for (int j = 0; j < rows; j++) {
-            if (per == 1)
-                for (int64_t k = 0; k < n; k++)
-                    at->block[i][j][k] = group[k] * at->scale[j][k];
-            else if (groups == 1)
-                for (int64_t k = 0; k < n; k++)
-                    at->block[i][j][k] = group[0] * at->scale[j][k];
-            else
-                for (int64_t k = 0; k < n; k++)
-                    at->block[i][j][k] = group[of[k]] * at->scale[j][k];
-        }
-    }
 }
 
 /* Groups that end inside a block: which one each lane of each block belongs to. */
@@ -132,14 +108,25 @@ CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, int rows, run
         at->start[j] = t->x->start + block * CLB_LANES;
         at->scale[j] = t->x->scale + block;
     }
-    if (t->w->group % CLB_BLOCK)
-        spread_scales(t, b, n, outputs, at);
-    else
-        block_scales(t, b, n, outputs, rows, at);
+    spread_scales(t, b, n, outputs, at);
     return n;
 }
 
 /* ---- quantised weights --------------------------------------------------------------------- */
+
+CLB_INLINE void store_tile(const tile *t, const lanes *acc, int outputs, int rows) {
+    float *y = t->y + t->r * t->y_stride + t->o;
+    if (outputs == SIDE && rows == 1) {
+        lanes_fold_four(acc, y);
+        return;
+    }
+    CLB_UNROLL
+    for (int i = 0; i < outputs; i++) {
+        CLB_UNROLL
+        for (int j = 0; j < rows; j++)
+            y[j * t->y_stride + i] = lanes_fold(acc[i * rows + j]);
+    }
+}
 
 CLB_INLINE packed load_block(int32_t format, const uint8_t *p) {
     if (format == CLB_INT4)
@@ -155,8 +142,8 @@ CLB_INLINE packed load_block(int32_t format, const uint8_t *p) {
 }
 
 /* Block k of a run: outputs x rows times sixteen exact integers, scaled into acc. */
-CLB_INLINE void block_step(const run *at, int64_t k, int32_t format, int spread, int outputs,
-                           int rows, lanes *acc) {
+CLB_INLINE void spread_step(const run *at, int64_t k, int32_t format, int outputs, int rows,
+                            lanes *acc) {
     packed w[SIDE];
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
@@ -170,18 +157,15 @@ CLB_INLINE void block_step(const run *at, int64_t k, int32_t format, int spread,
         const int32_t *start = at->start[j] + k * CLB_LANES;
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
-            lanes d = packed_dot(w[i], q, start, format == CLB_INT4), scale;
-            if (spread)
-                scale = lanes_mul(lanes_pick(at->group[i] + at->base[k], at->lane[k]),
-                                  lanes_splat(at->scale[j] + k));
-            else
-                scale = lanes_splat(&at->block[i][j][k]);
+            lanes d = packed_dot(w[i], q, start, format == CLB_INT4);
+            lanes scale = lanes_mul(lanes_pick(at->group[i] + at->base[k], at->lane[k]),
+                                    lanes_splat(at->scale[j] + k));
             acc[i * rows + j] = lanes_fma(d, scale, acc[i * rows + j]);
         }
     }
 }
 
-CLB_INLINE void quantised_tile(const tile *t, int32_t format, int spread, int outputs, int rows) {
+CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows) {
     lanes acc[SIDE * SIDE];
     run at;
     CLB_UNROLL
@@ -190,12 +174,93 @@ CLB_INLINE void quantised_tile(const tile *t, int32_t format, int spread, int ou
     for (int64_t b = 0, n; b < t->x->blocks; b += n) {
         n = begin_run(t, b, outputs, rows, &at);
         for (int64_t k = 0; k < n; k++)
-            block_step(&at, k, format, spread, outputs, rows, acc);
+            spread_step(&at, k, format, outputs, rows, acc);
     }
-    CLB_UNROLL
-    for (int i = 0; i < outputs; i++)
+    store_tile(t, acc, outputs, rows);
+}
+
+/* ---- quantised weights, one scale a block ------------------------------------------------------ */
+
+/* scale[j][k]: output t->o + i's weight scale times row t->r + j's activation scale, blocks
+   [b, b + n). */
+CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int half, int rows,
+                             float scale[SIDE][CHUNK]) {
+    const clb_matrix *w = t->w;
+    const float *x = t->x->scale + t->r * t->x->blocks + b;
+    int64_t per = w->group / CLB_BLOCK, at = (t->o + i) * w->row_scales + (per ? b / per : 0);
+    const uint8_t *p = w->scales + at * (half ? 2 : 4);
+    int64_t k = 0;
+    for (; per == 1 && k + CLB_LANES <= n; k += CLB_LANES, p += CLB_LANES * (half ? 2 : 4)) {
+        lanes of = half ? lanes_load_f16(p) : lanes_load_f32(p);
+        CLB_UNROLL
         for (int j = 0; j < rows; j++)
-            t->y[(t->r + j) * t->y_stride + t->o + i] = lanes_fold(acc[i * rows + j]);
+            lanes_store(scale[j] + k, lanes_mul(of, lanes_load(x + j * t->x->blocks + k)));
+    }
+    for (int64_t left = per ? per - b % per : INT64_MAX; k < n; left = per) {
+        float of = half ? CLB_F16_ONE(clb_load_u16(p)) : clb_load_f32(p);
+        for (; k < n && left > 0; k++, left--) {
+            CLB_UNROLL
+            for (int j = 0; j < rows; j++)
+                scale[j][k] = of * x[j * t->x->blocks + k];
+        }
+        p += half ? 2 : 4;
+    }
+}
+
+/* Blocks [b, b + n) of outputs x rows; `bytes` is block b of output 0. */
+CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t row_bytes, int64_t b,
+                            int64_t n, int32_t format, int outputs, int rows,
+                            float scale[SIDE][SIDE][CHUNK], lanes *acc) {
+    const int64_t size = clb_block_bytes(format), blocks = t->x->blocks;
+    const int8_t *q = t->x->q + (t->r * blocks + b) * CLB_BLOCK;
+    const int32_t *start = t->x->start + (t->r * blocks + b) * CLB_LANES;
+    const uintptr_t ahead = bytes_ahead(t->w->row_bytes, outputs);
+    for (int64_t k = 0; k < n; k++) {
+        CLB_UNROLL
+        for (int i = 0; i < outputs; i++) {
+            const uint8_t *p = bytes + i * row_bytes + k * size;
+            __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
+            packed w = load_block(format, p);
+            CLB_UNROLL
+            for (int j = 0; j < rows; j++) {
+                lanes d = packed_dot(w, q + (j * blocks + k) * CLB_BLOCK,
+                                     start + (j * blocks + k) * CLB_LANES, format == CLB_INT4);
+                acc[i * rows + j] = lanes_fma(d, lanes_splat(&scale[i][j][k]), acc[i * rows + j]);
+            }
+        }
+    }
+}
+
+/* The last block of each output, when bytes of it are missing: from a copy with zeros. */
+CLB_INLINE void cut_block(const tile *t, int32_t format, int outputs, int rows,
+                          float scale[SIDE][SIDE][CHUNK], lanes *acc) {
+    const int64_t row_bytes = t->w->row_bytes, whole = row_bytes / clb_block_bytes(format);
+    uint8_t tail[SIDE][CLB_BLOCK] = {{0}};
+    for (int i = 0; i < outputs; i++)
+        memcpy(tail[i], t->w->data + (t->o + i) * row_bytes + whole * clb_block_bytes(format),
+               (size_t)(row_bytes - whole * clb_block_bytes(format)));
+    block_steps(t, tail[0], CLB_BLOCK, whole, 1, format, outputs, rows, scale, acc);
+}
+
+CLB_INLINE void block_tile(const tile *t, int32_t format, int half, int outputs, int rows) {
+    const int64_t row_bytes = t->w->row_bytes, size = clb_block_bytes(format);
+    const int64_t whole = row_bytes / size, blocks = t->x->blocks;
+    const uint8_t *bytes = t->w->data + t->o * row_bytes;
+    float scale[SIDE][SIDE][CHUNK];
+    lanes acc[SIDE * SIDE];
+    CLB_UNROLL
+    for (int n = 0; n < outputs * rows; n++)
+        acc[n] = lanes_zero();
+    for (int64_t b = 0, n; b < blocks; b += n) {
+        n = b < whole ? (whole - b < CHUNK ? whole - b : CHUNK) : 1;
+        for (int i = 0; i < outputs; i++)
+            block_scales(t, i, b, n, half, rows, scale[i]);
+        if (b < whole)
+            block_steps(t, bytes + b * size, row_bytes, b, n, format, outputs, rows, scale, acc);
+        else
+            cut_block(t, format, outputs, rows, scale, acc);
+    }
+    store_tile(t, acc, outputs, rows);
 }
 
 /* ---- float weights ------------------------------------------------------------------------- */
@@ -255,8 +320,12 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
 CLB_INLINE void any_tile(const tile *t, int32_t format, int spread, int outputs, int rows) {
     if (format <= CLB_F16)
         float_tile(t, format, outputs, rows);
+    else if (spread)
+        spread_tile(t, format, outputs, rows);
+    else if (t->w->scale_format == CLB_F16)
+        block_tile(t, format, 1, outputs, rows);
     else
-        quantised_tile(t, format, spread, outputs, rows);
+        block_tile(t, format, 0, outputs, rows);
 }
 
 /* Four outputs or fewer, in tiles of `wide` outputs and then of one. */
