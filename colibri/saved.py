@@ -135,9 +135,14 @@ class Saved:
         self._lock: BinaryIO | None = None
         self.document: Document | None = None
 
+    @property
+    def exists(self) -> bool:
+        """Whether something is saved under this name."""
+        return (self.directory / DOCUMENT).exists()
+
     def open(self) -> Document | None:
         """Read the document; None when nothing was saved. StateError names what does not fit."""
-        self._hold()
+        self.hold()
         raw = read_document(self.directory / DOCUMENT)
         if raw is None:
             return None
@@ -162,8 +167,8 @@ class Saved:
             f"{mine.fingerprint[:12]}). Open it with that one, or choose another name"
         )
 
-    def _hold(self) -> None:
-        """Lock the directory, where it can be written at all."""
+    def hold(self) -> None:
+        """Lock it, where it can be written at all; StateError when another process has it."""
         with suppress(StateError):
             make_directory(self.directory)
         try:

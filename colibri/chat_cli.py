@@ -1,0 +1,87 @@
+"""`colibri chat`: the options, and what is put together before the first line."""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from colibri import demo, knobs
+from colibri.cli import Command, knob_options, settings_of
+from colibri.knobs import Settings
+
+if TYPE_CHECKING:
+    from colibri.engine import Engine
+    from colibri.terminal import Terminal
+
+GROUPS = (knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT)
+EPILOG = """\b
+/help in the chat lists its commands. Exit status: 0 the end, 1 error (from a pipe: also of a
+single turn), 2 wrong usage, 130 ended by Ctrl-C.
+"""
+WITHOUT = ("raw", "stats")  # knobs that mean nothing here
+
+
+@click.command("chat", cls=Command, epilog=EPILOG)
+@click.argument("model", required=False)
+@click.option(
+    "--session", metavar="NAME",
+    help="Keep the conversation under this name, and go on with it when it exists.",
+)  # fmt: skip
+@knob_options(*GROUPS, without=WITHOUT)
+def command(model: str | None, session: str | None, **values: Any) -> int:
+    """Talk with a model.
+
+    MODEL as for `colibri run`. Answers stream to stdout, everything else goes to stderr; from a
+    pipe every line is a turn. Ctrl-C ends an answer and keeps it, a second one quits.
+    """
+    settings = settings_of(values, model)
+    return chat(settings, session)
+
+
+def chat(settings: Settings, session: str | None) -> int:
+    """Open the model, take up the session, and talk; returns the exit status."""
+    from colibri.engine import Engine, model_directory
+    from colibri.errors import ColibriError
+    from colibri.lines import lines_of
+    from colibri.repl import Repl
+    from colibri.resident import Resident
+    from colibri.state import State
+    from colibri.terminal import Terminal
+
+    terminal = Terminal.of(settings.screen, settings.quiet)
+    model_directory(settings)  # a wrong one is told first
+    state = State(settings.state, lambda text: terminal.warn(f"colibri: warning: {text}"))
+    lines = lines_of(terminal, state)
+    try:
+        engine = Engine.open(settings, terminal.progress)
+    finally:
+        terminal.clear()
+    resident = Resident(engine, state)
+    repl = Repl(engine, terminal, lines, state, resident)
+    try:
+        terminal.aside(_banner(engine, repl.thinking()))
+        _announce(terminal, engine)
+        if session:
+            repl.resume(session, new=True)
+        if lines.typed and settings.warm is not False:
+            resident.start()
+        elif settings.warm:
+            resident.fill(terminal.progress)
+            terminal.clear()
+        return repl.run()
+    finally:
+        with suppress(ColibriError):
+            repl.close()
+            resident.save()
+
+
+def _banner(engine: "Engine", thinking: str) -> str:
+    directory = engine.container.directory
+    name = "the demo model" if directory == demo.MODEL else directory.resolve().name
+    return f"{name}, context {engine.context} tokens, {thinking}. /help lists the commands."
+
+
+def _announce(terminal: "Terminal", engine: "Engine") -> None:
+    notes = [*engine.container.notes, *(engine.plan.notes if engine.plan else ())]
+    for note in notes:
+        terminal.note(f"colibri: note: {note}")

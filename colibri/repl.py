@@ -1,0 +1,292 @@
+"""`colibri chat`: lines in, answers out, and the commands in between."""
+
+from collections.abc import Callable
+
+from colibri import commands, saved, stats
+from colibri.answer import REASONING
+from colibri.conversation import Conversation
+from colibri.engine import Engine
+from colibri.errors import ColibriError, Exit, StateError, UsageError
+from colibri.interrupt import Interrupts
+from colibri.lines import Lines
+from colibri.resident import Resident
+from colibri.saved import DamagedRows, Saved
+from colibri.state import State
+from colibri.status import status
+from colibri.terminal import Terminal
+from colibri.turn import Turn
+
+EFFORTS = ("low", "high", "max")
+
+
+class Repl:
+    """One chat. `run` reads lines until there are no more; what fails is told, and it goes on."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        terminal: Terminal,
+        lines: Lines,
+        state: State,
+        resident: Resident,
+    ) -> None:
+        settings = engine.settings
+        self.engine = engine
+        self.terminal = terminal
+        self.lines = lines
+        self.talk = Conversation(engine, settings.system, settings.thinking, settings.effort)
+        self.saved: Saved | None = None
+        self._state = state
+        self._resident = resident
+        self._shows_reasoning = True
+        self._last: Turn | None = None
+        self._leaving = False  # one more Ctrl-C ends it
+        self._failed = False
+
+    def run(self) -> int:
+        """Until the end of input, /quit, or Ctrl-C twice; returns the exit status."""
+        while True:
+            try:
+                line = self.lines.read()
+                if line is None or (line.strip() and not self.take(line)):
+                    break
+                if not line.strip():
+                    self._leaving = False
+            except KeyboardInterrupt:
+                if self._leaving:
+                    return Exit.INTERRUPTED
+                self._leaving = True
+                self._say("Ctrl-C once more ends the chat; so does /quit")
+            except UsageError as error:
+                self._fail(error)
+        return Exit.ERROR if self._failed and not self.lines.typed else Exit.OK
+
+    def take(self, line: str) -> bool:
+        """One line: a command or a message. False ends the chat."""
+        self._leaving = False
+        command = commands.parse(line)
+        if command and command[0] == "quit":
+            return False
+        try:
+            if command:
+                self._command(*command)
+            else:
+                self._turn(lambda: self.talk.ask(commands.message(line), self.terminal.progress))
+        except ColibriError as error:
+            self._fail(error)
+        return True
+
+    def close(self) -> None:
+        """Let go of what was held."""
+        self._resident.stop()
+        if self.saved:
+            self.saved.close()
+
+    # ---- turns ------------------------------------------------------------------------------
+
+    def _turn(self, make: Callable[[], Turn]) -> None:
+        """One answer, shown as it comes; interrupted, it is kept as far as it got."""
+        self._resident.stop()
+        turn = make()
+        with Interrupts(turn.cancel) as interrupts:
+            turn.session.watch(interrupts.fd)
+            try:
+                self._show(turn)
+            finally:
+                turn.session.watch(-1)
+                self.terminal.clear()
+                self.terminal.end()
+                self.talk.settle(turn)
+                self._last = turn
+                self._leaving = interrupts.requested
+                if interrupts.count > 1:
+                    self._keep()
+        if turn.receipt:
+            for note in turn.receipt.notes:
+                self.terminal.note(f"colibri: note: {note}")
+            self._say(status(turn.receipt, self.terminal.width))
+        self._keep()
+
+    def _show(self, turn: Turn) -> None:
+        hidden = 0
+        for piece in turn:
+            if piece.kind == REASONING and not self._shows_reasoning:
+                hidden += len(piece.text.split())
+                self.terminal.progress("thinking,", hidden, None, "words")
+                continue
+            if hidden:
+                self._folded(hidden)
+                hidden = 0
+            self.terminal.show(piece)
+        if hidden:
+            self._folded(hidden)
+
+    def _folded(self, words: int) -> None:
+        self.terminal.clear()
+        if self.terminal.watched:
+            self._say(f"(thought {words} words; /think show)")
+
+    def _keep(self) -> None:
+        """Save the conversation, if it has a name."""
+        if self.saved:
+            kept, talk = self.saved, self.talk
+            session = self.engine.slot.session
+            what = f"session {kept.name!r}"
+            self._state.keep(what, lambda: kept.save(session, talk.as_dict()))
+
+    # ---- commands ---------------------------------------------------------------------------
+
+    def _command(self, name: str, argument: str) -> None:
+        if name not in commands.NAMES:
+            raise UsageError(
+                f"there is no command /{name}; /help lists them. "
+                "A message that begins with / is written with two"
+            )
+        getattr(self, f"_do_{name}")(argument)
+
+    def _do_help(self, argument: str) -> None:
+        self.terminal.note(commands.help_text(self.terminal.width))
+
+    def _do_reset(self, argument: str) -> None:
+        self.talk.reset()
+        self._say("the conversation is forgotten")
+        if self.saved:
+            self._say(f"session {self.saved.name!r} is replaced after the next turn")
+
+    def _do_retry(self, argument: str) -> None:
+        if self.engine.sampling.greedy:
+            self._say("at temperature 0 the same question gives the same answer")
+        self._turn(lambda: self.talk.retry(self.terminal.progress))
+
+    def _do_more(self, argument: str) -> None:
+        self._turn(lambda: self.talk.more(self.terminal.progress))
+
+    def _do_system(self, argument: str) -> None:
+        if argument:
+            self.talk.system = None if argument == "off" else argument
+        self.terminal.note(self.talk.system or "there is no system message")
+
+    def _do_think(self, argument: str) -> None:
+        talk = self.talk
+        if argument in ("show", "hide"):
+            self._shows_reasoning = argument == "show"
+            if self._shows_reasoning and self._last and self._last.reasoning:
+                self._say(self._last.reasoning)
+        elif argument in ("on", "off"):
+            talk.thinking = argument == "on"
+        elif argument in EFFORTS:
+            talk.thinking, talk.effort = True, argument
+        elif argument:
+            raise UsageError(f"/think {argument}: expected on, off, low, high, max, show or hide")
+        self._say(self.thinking())
+
+    def _do_stats(self, argument: str) -> None:
+        if not self._last or not self._last.receipt:
+            raise UsageError("there was no turn yet")
+        show = stats.full if argument == "full" else stats.table
+        self.terminal.note(show(self._last.receipt))
+
+    def _do_save(self, argument: str) -> None:
+        words = argument.split() or ([self.saved.name] if self.saved else [])
+        if not words or words[1:] not in ([], ["replace"]):
+            raise UsageError("give it a name: /save NAME")
+        name = words[0]
+        if not self.saved or self.saved.name != name:
+            place = Saved(self._state, name, self.engine.container)
+            if place.exists and not words[1:]:
+                raise UsageError(
+                    f"there is a session {name!r}: /load {name} takes it up, "
+                    f"/save {name} replace replaces it"
+                )
+            place.hold()
+            self._switch(place)
+        assert self.saved is not None
+        self.saved.save(self.engine.slot.session, self.talk.as_dict())
+        self._say(f"saved as {name!r}, from now on after every turn")
+
+    def _do_load(self, argument: str) -> None:
+        if not argument:
+            found = saved.names(self._state)
+            lines = [f"{name}  {moment}" for name, moment in found]
+            self.terminal.note("\n".join(lines) if lines else "nothing is saved")
+            return
+        if not self.resume(argument):
+            raise UsageError(f"there is no saved session {argument!r}; /load lists them")
+
+    # ---- saved conversations ----------------------------------------------------------------
+
+    def resume(self, name: str, new: bool = False) -> bool:
+        """Take up a saved conversation, and say so; `new` begins one when there is none."""
+        if self.saved and self.saved.name == name:
+            self._keep()
+            self.saved.close()
+        place = Saved(self._state, name, self.engine.container)
+        try:
+            document = place.open()
+            if document is None and not new:
+                place.close()
+                return False
+            if document is not None:
+                self._take_up(place)
+        except StateError:
+            place.close()
+            raise
+        self._switch(place)
+        if document is None:
+            self._say(f"session {name!r} is new; it is saved after every turn")
+        return True
+
+    def _take_up(self, place: Saved) -> None:
+        document = place.document
+        assert document is not None
+        talk = Conversation(self.engine)
+        talk.load(document.conversation)
+        given = self.engine.settings.given
+        session = self.engine.slot.session
+        count = len(document.tokens)
+        try:
+            ready = place.restore(session)
+        except DamagedRows as error:
+            self.terminal.note(f"colibri: warning: {error}; its tokens are read again")
+            ready = 0
+        for name in ("system", "thinking", "effort"):
+            if name in given:
+                setattr(talk, name, getattr(self.talk, name))
+        self.talk = talk
+        again = count - ready
+        self._say(
+            f"resumed {place.name!r}, saved {document.saved}: {_plural(talk.turns, 'question')}, "
+            f"{_plural(count, 'token')}, "
+            + (f"{again} of them to be read again" if again else "none of them read again")
+        )
+
+    def _switch(self, place: Saved) -> None:
+        if self.saved and self.saved is not place:
+            self.saved.close()
+        self.saved = place
+
+    # ---- words ------------------------------------------------------------------------------
+
+    def thinking(self) -> str:
+        """How the model thinks, in words."""
+        template, talk = self.engine.template, self.talk
+        if not template.has_thinking_switch and not template.has_effort:
+            return "this model's template has no choice about reasoning"
+        word = {None: "as the template has it", True: "on", False: "off"}[talk.thinking]
+        effort = f", effort {talk.effort}" if talk.effort and template.has_effort else ""
+        hidden = "" if self._shows_reasoning else ", hidden"
+        return f"reasoning {word}{effort}{hidden}"
+
+    def _say(self, text: str) -> None:
+        """A quiet word beside the answers, dimmed where that is possible."""
+        self.terminal.aside(text)
+
+    def _fail(self, error: ColibriError) -> None:
+        self._failed = True
+        self.terminal.clear()
+        self.terminal.end()
+        self.terminal.warn(f"colibri: error: {error}")
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

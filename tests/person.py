@@ -1,0 +1,97 @@
+"""Someone at a terminal: starts the command on a pseudo-terminal, types, and reads the screen."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pexpect
+import pyte
+
+LIMIT = 60  # seconds before a test gives up
+
+
+class Person:
+    """`colibri ARGUMENTS` on a terminal of its own; the screen is what an xterm would show.
+
+    `raw` is everything the program wrote. The screen is long enough not to scroll in tests.
+    """
+
+    def __init__(
+        self, *arguments: str, columns: int = 80, rows: int = 150, gate: list[str] | None = None,
+        **env: str,
+    ) -> None:  # fmt: skip
+        kept = {"PATH", "HOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
+        base = {name: os.environ[name] for name in kept & set(os.environ)}
+        program = gate or ["-m", "colibri"]
+        self.screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+        self.child = pexpect.spawn(
+            sys.executable, [*program, *arguments], timeout=LIMIT, dimensions=(rows, columns),
+            env=base | {"TERM": "xterm", "COLIBRI_THREADS": "1", "COLIBRI_STATE": "off"} | env,
+        )  # fmt: skip
+        self.child.delaybeforesend = None
+
+    def __enter__(self) -> Person:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.close(force=True)
+
+    @property
+    def text(self) -> str:
+        """The screen, without what is blank at its ends."""
+        return "\n".join(line.rstrip() for line in self.screen.display).strip("\n")
+
+    def until(self, pattern: str) -> str:
+        """Wait until the screen matches; returns the screen."""
+        end = time.monotonic() + LIMIT
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < end, f"{pattern!r} never came:\n{self.text}"
+            if not self._read():
+                assert re.search(pattern, self.text), f"{pattern!r} is not in:\n{self.text}"
+                break
+        return self.text
+
+    def ready(self) -> str:
+        """Wait for an empty prompt in the last line; returns the screen."""
+        return self.until(r"(^|\n)>$")
+
+    def type(self, text: str) -> None:
+        """Keys; Enter is \\r."""
+        self.child.send(text)
+
+    def say(self, text: str) -> str:
+        """A line at the prompt, and everything until the next one; returns the screen."""
+        self.ready()
+        self.screen.reset()
+        self.type(text + "\r")
+        self.until(r"\S")
+        return self.ready()
+
+    def interrupt(self) -> None:
+        """SIGINT, as a program would send it."""
+        os.kill(self.child.pid, signal.SIGINT)
+
+    def end(self) -> int:
+        """Wait for the program to end; returns its exit status."""
+        while self._read():
+            pass
+        self.child.wait()
+        return self.child.exitstatus
+
+    def _read(self) -> bool:
+        """Take in what is there, waiting a little; False once the program is gone."""
+        try:
+            data = self.child.read_nonblocking(1 << 16, timeout=0.1)
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        self.raw += data
+        self._stream.feed(data)
+        return True
