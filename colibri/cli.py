@@ -7,6 +7,7 @@ quick.
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,22 @@ RUN_GROUPS = (
     knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
 )  # fmt: skip
 _SHORT = {"max_tokens": "-n"}
+_ELSEWHERE = {"chat": "chat_cli"}  # their modules
 
 
 class Group(click.Group):
     """The command itself. A closed stdout ends it before click makes an error of that."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Those of this file, then those of their own."""
+        return [*(name for name in self.commands if name not in _ELSEWHERE), *_ELSEWHERE]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A command; one of its own file is imported when it is asked for."""
+        if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
+            module = import_module(f"colibri.{_ELSEWHERE[cmd_name]}")
+            self.add_command(module.command, cmd_name)
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; returns its exit status."""
@@ -78,11 +91,12 @@ class KnobOption(click.Option):
             super().__init__(declarations, type=str, metavar=metavar, help=text, **others)
 
 
-def knob_options(*groups: str) -> Callable[[Any], Any]:
-    """Add the options of these groups to a command."""
+def knob_options(*groups: str, without: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Add the options of these groups to a command, some knobs left out."""
+    wanted = [k for k in knobs.KNOBS if k.flag and k.group in groups and k.name not in without]
 
     def add(command: Any) -> Any:
-        for knob in reversed([k for k in knobs.KNOBS if k.flag and k.group in groups]):
+        for knob in reversed(wanted):
             spelled = f"{knob.flag}/{knob.off}" if knob.off else knob.flag
             names = [name for name in (_SHORT.get(knob.name), spelled, knob.name) if name]
             command = click.option(*names, cls=KnobOption, knob=knob)(command)

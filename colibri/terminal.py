@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 import time
 from typing import TextIO
 
@@ -102,13 +103,24 @@ class Terminal:
             self.err.write(text + "\n")
             self.err.flush()
 
-    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
-        """Draw "what done/total unit" on stderr where a person watches."""
+    def warn(self, text: str) -> None:
+        """A line on stderr in any case."""
+        self.err.write(text + "\n")
+        self.err.flush()
+
+    def aside(self, text: str) -> None:
+        """A note that keeps in the background: dimmed where a person watches."""
+        text = "\n".join(textwrap.fill(line, self.width - 1) for line in text.split("\n"))
+        dim = is_terminal(self.err) and self.screen.color and not self.screen.dumb
+        self.note(f"{_DIM}{text}{_PLAIN}" if dim else text)
+
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None:
+        """Draw "what done/total unit" on stderr where a person watches; total None: not known."""
         now = time.monotonic()
         if not self._draws or now < self._next:
             return
         self._next = now + _REDRAW
-        line = f"{what} {done}/{total} {unit}".rstrip()
+        line = f"{what} {done}{'' if total is None else f'/{total}'} {unit}".rstrip()
         self.err.write(_CLEAR + line[: self.width - 1])
         self.err.flush()
         self._drawn = True

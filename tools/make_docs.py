@@ -74,7 +74,11 @@ def help_of(command: click.Command, name: str) -> str:
 def knobs_document() -> str:
     """docs/knobs.md."""
     helps = [help_of(cli.cli, "colibri")]
-    helps += [help_of(command, f"colibri {name}") for name, command in cli.cli.commands.items()]
+    context = click.Context(cli.cli)
+    for name in cli.cli.list_commands(context):
+        command = cli.cli.get_command(context, name)
+        assert command is not None
+        helps.append(help_of(command, f"colibri {name}"))
     text = "\n".join([HEAD, table(), *helps])
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
