@@ -49,7 +49,7 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     if lacking:
         raise ContainerError(f"{directory}: {_listing('file', lacking)} missing; fetch again")
     shards = [read_shard(path, number) for number, path in enumerate(paths)]
-    return Checkpoint(directory, shards, _merge(shards))
+    return Checkpoint(directory, shards, merge(shards))
 
 
 def missing_error(checkpoint: Checkpoint, names: list[str], what: str) -> ContainerError:
@@ -66,7 +66,8 @@ def missing_error(checkpoint: Checkpoint, names: list[str], what: str) -> Contai
     )
 
 
-def _merge(shards: list[Shard]) -> dict[str, TensorInfo]:
+def merge(shards: list[Shard]) -> dict[str, TensorInfo]:
+    """All tensors by name; ContainerError for one that is in two shards."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         if not shard.tensors:

@@ -30,7 +30,7 @@ class Container(Contents):
         resolver = Resolver(checkpoint)
         self._matrices = {entry.name: _entry_matrix(resolver, entry) for entry in self.entries}
         self._experts = {
-            layer: expert_table(resolver, config, layer) for layer in self._sparse_layers()
+            layer: expert_table(resolver, config, layer) for layer in self.sparse_layers
         }
         self.note_unused(set(self._matrices), (".qs", ".scales"))
         self._note_rounded()

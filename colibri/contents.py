@@ -63,7 +63,7 @@ class Contents:
 
     def note_unused(self, used: set[str], suffixes: tuple[str, ...]) -> None:
         """Say which stored tensors no part of the model uses; `suffixes` are those of scales."""
-        sparse = {f"model.layers.{layer}" for layer in self._sparse_layers()}
+        sparse = {f"model.layers.{layer}" for layer in self.sparse_layers}
         unused = [
             name
             for name in self.tensors
@@ -76,7 +76,9 @@ class Contents:
                 f"first {unused[0]}"
             )
 
-    def _sparse_layers(self) -> list[int]:
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Numbers of the layers that route to experts."""
         return [layer for layer in self.layers if inventory.is_sparse(self.config, layer)]
 
     def _index_kind(self, layer: int) -> int:
@@ -134,7 +136,7 @@ class Contents:
                 entries += inventory.indexer_entries(self.config, layer)
         experts = (
             name
-            for layer in self._sparse_layers()
+            for layer in self.sparse_layers
             for name in expert_tensor_names(self.checkpoint, self.config, layer)
         )
         names = chain((entry.name for entry in entries), experts)

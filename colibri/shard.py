@@ -51,11 +51,17 @@ def read_shard(path: Path, number: int = 0) -> Shard:
     except OSError as why:
         raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
     fields = parse_object(header, f"{path}: header", ContainerError)
+    digest = hashlib.blake2b(header, digest_size=16).hexdigest()
+    return parse_shard(fields, path, size, 8 + len(header), digest, number)
+
+
+def parse_shard(
+    fields: dict[str, Any], path: Path, size: int, data: int, digest: str, number: int
+) -> Shard:
+    """Check a parsed header: of a file of `size` bytes whose tensors begin at `data`."""
     metadata = _metadata(fields.pop("__metadata__", {}), path)
-    data = 8 + len(header)
     tensors = [_tensor(name, entry, path, number, data) for name, entry in fields.items()]
     _check_layout(tensors, path, data, size)
-    digest = hashlib.blake2b(header, digest_size=16).hexdigest()
     return Shard(path, size, data, metadata, digest, tensors)
 
 

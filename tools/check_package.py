@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 MOST_BYTES = 16 << 20
 WHEEL = re.compile(
-    r"colibri/(?:\w+\.py|_core\.abi3\.so|demo/__init__\.py|demo/model/[\w.-]+)"
+    r"colibri/(?:(?:convert/|server/)?\w+\.py|_core\.abi3\.so|demo/__init__\.py|demo/model/[\w.-]+)"
     r"|colibri_moe-[^/]+\.dist-info/.+"
 )
 NEEDED = ("colibri/_core.abi3.so", "colibri/cli.py", "colibri/demo/model/config.json")

@@ -18,7 +18,10 @@ from colibri.knobs import Knob, Switch
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 88
-FOLDERS = ("colibri", "colibri/demo", "csrc", "tests", "tests/c", "tools", "tools/corpus")
+FOLDERS = (
+    "colibri", "colibri/convert", "colibri/demo", "colibri/server", "csrc", "tests", "tests/c", "tools",
+    "tools/corpus",
+)  # fmt: skip
 LIST_BEGINS = "<!-- files, by make docs -->\n"
 
 HEAD = """# Knobs

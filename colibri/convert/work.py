@@ -1,0 +1,182 @@
+"""What becomes of stored bytes: floats are encoded, quantised matrices copied as they are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from colibri.encoder import SOURCE_BYTES, Rows, encode_rows
+from colibri.errors import ContainerError
+from colibri.formats import Format, Kind
+from colibri.quantize import f32_from_bf16
+
+_SCALES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+class Extent(NamedTuple):
+    """Bytes of a source shard; the offset counts from the start of its file."""
+
+    shard: int
+    offset: int
+    nbytes: int
+
+
+class Reader:
+    """Reads extents of shards into memory; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, tuple[Path, int]] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def open(self, shard: int, path: Path) -> None:
+        """Make a shard readable; once more is fine."""
+        with self._lock:
+            if shard not in self._files:
+                try:
+                    self._files[shard] = path, os.open(path, os.O_RDONLY)
+                except OSError as why:
+                    raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+
+    def close(self, shard: int | None = None) -> None:
+        """Close one shard, or all of them."""
+        with self._lock:
+            for number in [shard] if shard is not None else list(self._files):
+                if number in self._files:
+                    os.close(self._files.pop(number)[1])
+
+    def read(self, extent: Extent) -> memoryview:
+        """The bytes, in memory of this thread that its next `read` uses again."""
+        held = getattr(self._local, "memory", None)
+        if held is None or len(held) < extent.nbytes:
+            held = self._local.memory = bytearray(extent.nbytes)
+        view = memoryview(held)[: extent.nbytes]
+        self.read_into(extent, view)
+        return view
+
+    def read_into(self, extent: Extent, view: memoryview) -> None:
+        """Fill `view`, of exactly the extent's size."""
+        path, handle = self._files[extent.shard]
+        offset, left = extent.offset, view
+        while left.nbytes:
+            try:
+                done = os.preadv(handle, [left], offset)
+            except OSError as why:
+                raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+            if not done:
+                raise ContainerError(f"{path}: shorter than it was; fetch it again")
+            offset, left = offset + done, left[done:]
+
+
+class Work(Protocol):
+    """One matrix, or some rows of one, on its way into a container."""
+
+    @property
+    def name(self) -> str:
+        """The tensor the bytes come from, for messages."""
+
+    def extents(self) -> list[Extent]:
+        """What is read."""
+
+    def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
+        """Fill the payload and the scales (empty for floats)."""
+
+
+class Blocks(NamedTuple):
+    """FP8 scales of one matrix: [rows, cols] of them, each for a block of weights."""
+
+    place: Extent
+    dtype: str
+    rows: int
+    cols: int
+    block: tuple[int, int]  # weights down and across
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A float matrix [rows, cols] in a shard. FP8 has `blocks`, which count from a row that lies
+    `first_row` rows before this matrix's own first (fused experts share them)."""
+
+    name: str
+    dtype: str
+    rows: int
+    cols: int
+    shard: int
+    offset: int
+    blocks: Blocks | None = None
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Rows [first, first + rows) of a float matrix, to be stored in `form`."""
+
+    source: Floats
+    first: int
+    rows: int
+    form: Format
+    search: bool
+
+    @property
+    def name(self) -> str:
+        """The source tensor."""
+        return self.source.name
+
+    def extents(self) -> list[Extent]:
+        """The rows, and all block scales of the matrix."""
+        row = self.source.cols * SOURCE_BYTES[self.source.dtype]
+        place = self.source.offset + self.first * row
+        data = Extent(self.source.shard, place, self.rows * row)
+        return [data] if self.source.blocks is None else [data, self.source.blocks.place]
+
+    def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
+        """ContainerError for weights that are damaged or do not fit the format."""
+        blocks = self.source.blocks
+        block_scales = None if blocks is None else _block_scales(reader, blocks, self.name)
+        rows = Rows(
+            self.source.dtype, self.rows, self.source.cols, reader.read(self.extents()[0]),
+            block_scales, blocks.block if blocks else (1, 1), self.source.first_row + self.first,
+        )  # fmt: skip
+        encode_rows(rows, self.form, self.search, codes, scales)
+
+
+def _block_scales(reader: Reader, blocks: Blocks, name: str) -> np.ndarray:
+    raw = np.frombuffer(bytes(reader.read(blocks.place)), _SCALES[blocks.dtype])
+    scales = f32_from_bf16(raw) if blocks.dtype == "BF16" else raw.astype(np.float32)
+    if not np.isfinite(scales).all():
+        raise ContainerError(f"the scales of {name} are not finite; the source is damaged")
+    return scales.reshape(blocks.rows, blocks.cols)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A quantised matrix, or rows of it, as it is; only the kind of its scales may change."""
+
+    name: str
+    payload: Extent
+    scales: Extent
+    stored: Kind  # of the scales
+    wanted: Kind
+
+    def extents(self) -> list[Extent]:
+        """Payload and scales."""
+        return [self.payload, self.scales]
+
+    def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
+        """ContainerError when a scale cannot be stored exactly."""
+        reader.read_into(self.payload, codes)
+        if self.stored == self.wanted:
+            reader.read_into(self.scales, scales)
+            return
+        kinds = {Kind.F32: "<f4", Kind.F16: "<f2"}
+        given = np.frombuffer(reader.read(self.scales), kinds[self.stored])
+        with np.errstate(over="ignore"):
+            changed = given.astype(kinds[self.wanted])
+        if not np.array_equal(changed.astype(given.dtype).view(np.uint8), given.view(np.uint8)):
+            raise ContainerError(f"scales of {self.name} are not exact in f16")
+        scales[:] = memoryview(changed).cast("B")
