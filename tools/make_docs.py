@@ -19,8 +19,8 @@ from colibri.knobs import Knob, Switch
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 88
 FOLDERS = (
-    "colibri", "colibri/convert", "colibri/demo", "colibri/server", "csrc", "tests", "tests/c", "tools",
-    "tools/corpus",
+    "colibri", "colibri/convert", "colibri/demo", "colibri/server", "csrc", "tests", "tests/c",
+    "tools", "tools/corpus",
 )  # fmt: skip
 LIST_BEGINS = "<!-- files, by make docs -->\n"
 
