@@ -148,6 +148,11 @@ class Ledger:
     # ---- after it -----------------------------------------------------------------------------
 
     @property
+    def seconds(self) -> float:
+        """Seconds so far, of all segments closed."""
+        return sum(segment.seconds for segment in self.segments.values())
+
+    @property
     def tokens(self) -> int:
         """Tokens emitted."""
         return sum(segment.tokens for segment in self.segments.values())

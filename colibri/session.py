@@ -71,6 +71,11 @@ class Session:
         return self._logits
 
     @property
+    def rows(self) -> int:
+        """Rows of the last step; 0 before the first."""
+        return self._rows
+
+    @property
     def hidden(self) -> np.ndarray:
         """Post-norm hidden states of the last step's rows: f32 view [max_rows, hidden_size]."""
         return self._hidden

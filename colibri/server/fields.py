@@ -139,6 +139,40 @@ class Stops:
 
 
 @dataclass(frozen=True)
+class ListOf:
+    """A list of one kind of things."""
+
+    kind: Kind
+    least: int = 0
+
+    def read(self, value: Any, where: str) -> list[Any]:
+        """The things."""
+        if not isinstance(value, list) or len(value) < self.least:
+            filled = " that is not empty" if self.least else ""
+            raise wrong(where, value, f"a list{filled}")
+        return [self.kind.read(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        """array."""
+        return {"type": "array", "items": self.kind.schema(), "minItems": self.least}
+
+
+@dataclass(frozen=True)
+class Object:
+    """Any object, passed on as it is."""
+
+    def read(self, value: Any, where: str) -> dict[str, Any]:
+        """dict."""
+        if not isinstance(value, dict):
+            raise wrong(where, value, "an object")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """object."""
+        return {"type": "object"}
+
+
+@dataclass(frozen=True)
 class Table:
     """An object with known fields."""
 

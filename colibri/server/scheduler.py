@@ -1,0 +1,271 @@
+"""Turns that share one engine: a bounded fair queue before one thread that steps them in turns."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from colibri.answer import Prompt
+from colibri.engine import Engine, Slot
+from colibri.errors import ColibriError
+from colibri.sampling import SamplingParams
+from colibri.server.conversations import Conversations
+from colibri.server.refusal import Refusal
+from colibri.server.reply import Delta, Reply
+from colibri.stats import Receipt
+from colibri.turn import Step, Turn
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: OpenAI's finish reason and the turn's receipt, or an error."""
+
+    delta: Delta
+    finish_reason: str = ""
+    receipt: Receipt | None = None
+    error: BaseException | None = None
+    gone: bool = False  # cancelled: nobody waits for it
+
+
+@dataclass(eq=False)
+class Job:
+    """One request on its way. Both callbacks are called on the engine's thread."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    max_tokens: int | None
+    reply: Reply
+    client: str
+    deliver: Callable[[Delta], None]
+    done: Callable[[Outcome], None]
+    asked_at: float = field(default_factory=perf_counter)
+    turn: Turn | None = None
+    slot: Slot | None = None
+    steps: Generator[Step, None, None] | None = None
+    cancelled: bool = False
+
+
+class Watcher(Protocol):
+    """Whoever looks on; called on the engine's thread."""
+
+    def due(self) -> bool:
+        """Whether `look` is wanted now, even if nothing runs."""
+
+    def look(self, active: list[Job]) -> None:
+        """Called between rounds."""
+
+    def stepped(self, job: Job) -> None:
+        """A job has run one step."""
+
+    def ended(self, job: Job, outcome: Outcome) -> None:
+        """A job is over."""
+
+
+class FairQueue:
+    """First come first served for each client, clients in turns."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, job: Job) -> None:
+        """At the end of its client's line."""
+        self._waiting.setdefault(job.client, deque()).append(job)
+
+    def take(self) -> Job:
+        """The next one; its client's next request waits until all others had a turn."""
+        client, line = next(iter(self._waiting.items()))
+        job = line.popleft()
+        del self._waiting[client]
+        if line:
+            self._waiting[client] = line
+        return job
+
+    def remove(self, job: Job) -> bool:
+        """Take a job out, wherever it stands; False when it is not there."""
+        line = self._waiting.get(job.client)
+        if not line or job not in line:
+            return False
+        line.remove(job)
+        if not line:
+            del self._waiting[job.client]
+        return True
+
+
+class Scheduler:
+    """Owns the engine. Other threads `submit` and `cancel`; all else happens on its own thread.
+
+    Every active turn gets one step a round: a chunk of its prompt, or one step of decoding.
+    """
+
+    def __init__(self, engine: Engine, queue_limit: int, watcher: Watcher) -> None:
+        self.engine = engine
+        self._limit, self._watcher = queue_limit, watcher
+        self._conversations = Conversations(
+            engine.new_slot, engine.conversations, first=[engine.slot]
+        )
+        self._queue = FairQueue()
+        self._active: list[Job] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def active(self) -> int:
+        """Requests being answered."""
+        return len(self._active)
+
+    @property
+    def kept(self) -> list[int]:
+        """Tokens in each kept cache."""
+        return self._conversations.kept
+
+    # ---- for other threads ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; Refusal 429 when too many wait, 503 when the server is going down."""
+        with self._changed:
+            if self._closing:
+                raise Refusal("the server is shutting down.", status=503, code="shutting_down")
+            most = self.engine.conversations + self._limit
+            if len(self._active) + len(self._queue) >= most:
+                raise Refusal(
+                    f"{len(self._active)} requests are being answered and {len(self._queue)} wait, "
+                    "which is the limit (--queue). Try again later.",
+                    status=429,
+                    code="queue_full",
+                    headers={"Retry-After": "5"},
+                )
+            self._queue.put(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job soon: between two layers, if it runs."""
+        with self._changed:
+            job.cancelled = True
+            if self._queue.remove(job):
+                self._finish(job, Outcome(Delta(), gone=True))
+            elif job in self._active and job.turn:
+                job.turn.cancel()
+
+    def nudge(self) -> None:
+        """Let the watcher look, even if nothing runs."""
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Refuse what comes, end what runs or waits; returns at once."""
+        error = Refusal("the server is shutting down.", status=503, code="shutting_down")
+        with self._changed:
+            self._closing = True
+            while len(self._queue):
+                self._finish(self._queue.take(), Outcome(Delta(), error=error))
+            for job in self._active:
+                if job.turn:
+                    job.turn.cancel()
+            self._changed.notify()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread to end; whether it did."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # ---- the engine's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._active or len(self._queue) or self._watcher.due()):
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                if self._closing and not self._active:
+                    return
+                admitted = self._admit()
+            for job in admitted:
+                self._begin(job)
+            for job in list(self._active):
+                self._advance(job)
+            if self._watcher.due():
+                self._watcher.look(self._active)
+
+    def _admit(self) -> list[Job]:
+        """As many as there are slots; `_begin` then finds each one's slot."""
+        jobs: list[Job] = []
+        room = self.engine.conversations - len(self._active)
+        while len(self._queue) and len(jobs) < room:
+            jobs.append(self._queue.take())
+        self._active += jobs
+        return jobs
+
+    def _begin(self, job: Job) -> None:
+        try:
+            job.slot = self._conversations.take(job.prompt.ids)
+            turn = self.engine.answer(job.prompt, job.slot, job.sampling, job.max_tokens)
+        except (ColibriError, MemoryError) as error:
+            self._end(job, Outcome(Delta(), error=error))
+            return
+        with self._changed:
+            job.turn, job.steps = turn, turn.steps()
+            if job.cancelled or self._closing:
+                turn.cancel()
+
+    def _advance(self, job: Job) -> None:
+        """One step of one turn; whatever goes wrong in it ends this job and no other."""
+        if not job.turn or not job.steps:
+            return
+        try:
+            step = next(job.steps, None)
+            if step is None:
+                self._end(job, self._outcome(job))
+                return
+            delta = job.reply.push(step.tokens, job.turn.session.logits)
+            self._watcher.stepped(job)
+            if delta:
+                job.deliver(delta)
+            if job.reply.enough:
+                job.steps.close()
+                self._end(job, self._outcome(job))
+        except ColibriError as error:
+            self._end(job, Outcome(Delta(), receipt=job.turn.receipt, error=error))
+        except Exception as error:  # a bug, or no memory: the other conversations go on
+            traceback.print_exc()
+            self._end(job, Outcome(Delta(), receipt=job.turn.receipt, error=error), keep=False)
+
+    def _outcome(self, job: Job) -> Outcome:
+        assert job.turn is not None
+        if job.turn.finish_reason == "interrupted":
+            closing = None if job.cancelled else Refusal(
+                "the server is shutting down.", status=503, code="shutting_down"
+            )  # fmt: skip
+            return Outcome(Delta(), receipt=job.turn.receipt, error=closing, gone=job.cancelled)
+        delta, reason = job.reply.finish(job.turn.finish_reason)
+        return Outcome(delta, reason, job.turn.receipt)
+
+    def _end(self, job: Job, outcome: Outcome, keep: bool = True) -> None:
+        with self._changed:
+            self._active.remove(job)
+            if job.slot:
+                self._conversations.give_back(job.slot, keep)
+            job.steps = None
+        self._finish(job, outcome)
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        self._watcher.ended(job, outcome)
+        job.done(outcome)
