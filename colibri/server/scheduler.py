@@ -118,6 +118,11 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs and takes requests."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)

@@ -1,0 +1,137 @@
+"""`colibri serve`: a socket, an engine, and the server between them."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from colibri.engine import Engine, model_directory
+from colibri.errors import Exit, UsageError
+from colibri.knobs import Settings
+from colibri.memory import gigabytes
+from colibri.terminal import Terminal
+
+if TYPE_CHECKING:
+    from colibri.server.service import Service
+
+GRACE = 10  # seconds that open connections have to take what is left for them
+
+
+def serve(settings: Settings) -> int:
+    """Answer requests until a signal; returns the exit status."""
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"{error.name} is missing, which the server needs: pip install 'colibri-moe[serve]'"
+        ) from None
+    terminal = Terminal.of(settings.screen, settings.quiet)
+    require_key(settings)
+    model_directory(settings)
+    listener = bind(settings.host, settings.port)
+    with listener:
+        try:
+            engine = Engine.open(settings, terminal.progress, settings.conversations)
+        finally:
+            terminal.clear()
+        return _run(settings, terminal, engine, listener)
+
+
+def require_key(settings: Settings) -> None:
+    """UsageError when others could reach the server and no key keeps them out."""
+    if settings.api_key is not None and not settings.api_key.strip():
+        raise UsageError("--api-key is empty; give a key, or leave the flag out")
+    if not settings.api_key and not is_loopback(settings.host):
+        raise UsageError(
+            f"--host {settings.host} lets other machines in, so a key is required: set "
+            "COLIBRI_API_KEY (or --api-key), or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. Names other than localhost: no."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has its address but does not listen yet; UsageError names what is wrong."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host!r} is no address of this machine: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"{host} port {port} cannot be listened on: {error.strerror}. "
+            "Another --port, or --port 0 for any free one, may do"
+        ) from None
+    return listener
+
+
+def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socket.socket) -> int:
+    import uvicorn
+
+    from colibri.server.app import make_app
+    from colibri.server.service import Service
+
+    service = Service(engine)
+    service.scheduler.start()
+    config = uvicorn.Config(
+        make_app(service), http="h11", ws="none", loop="asyncio", lifespan="off",
+        log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=GRACE,
+    )  # fmt: skip
+    server = _server(uvicorn, config, service)
+    for note in (*engine.container.notes, *(engine.plan.notes if engine.plan else ())):
+        terminal.note(f"colibri: note: {note}")
+    terminal.note(announce(settings, engine, listener.getsockname(), service.id))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # once uvicorn has taken it: a clean end
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return Exit.OK
+    finally:
+        service.scheduler.close()
+        service.scheduler.join(GRACE)
+    return Exit.OK
+
+
+def _server(uvicorn: Any, config: Any, service: Service) -> Any:
+    """A server whose first signal also ends the running answers, or it would wait for them."""
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            # A lock must not be waited for in a signal handler.
+            threading.Thread(target=service.scheduler.close, daemon=True).start()
+            super().handle_exit(sig, frame)
+
+    return Server(config)
+
+
+def announce(settings: Settings, engine: Engine, address: Any, model_id: str) -> str:
+    """What is served and where, in a few lines."""
+    host, port = address[:2]
+    reach = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
+    shown = f"[{reach}]" if ":" in reach else reach
+    drafts = "off" if settings.draft == 0 else "on"
+    count = engine.conversations
+    return (
+        f"colibri: {model_id}, {engine.context} tokens of context, "
+        f"{count} conversation{'' if count == 1 else 's'} at once "
+        f"({gigabytes(engine.slot.session.bytes)} each), speculation {drafts}\n"
+        f"colibri: the API is at http://{shown}:{port}/v1, the page at http://{shown}:{port}/"
+        + ("" if settings.api_key else " (this machine only, no key)")
+    )

@@ -1,0 +1,270 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from colibri.answer import Prompt
+from colibri.server import asked, fields, metrics
+from colibri.server.asked import Asked, ChatAsked, CompletionAsked
+from colibri.server.guard import Guard, Guarded
+from colibri.server.mailbox import Mailbox
+from colibri.server.openapi import description
+from colibri.server.refusal import Refusal, encode
+from colibri.server.reply import Delta, Reply, Whole, Wish
+from colibri.server.scheduler import Job, Outcome
+from colibri.server.service import Service
+from colibri.server.shapes import ChatShape, CompletionShape, Shape
+from colibri.server.stream import EventStream, events, refusal_of
+from colibri.server.tools import ToolParser
+
+MOST_BYTES = 32 << 20  # of a request's body
+PAGE = Path(__file__).with_name("page")
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+_PAGE_FILES = {
+    "/": ("index.html", "text/html"),
+    "/style.css": ("style.css", "text/css"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Any:
+    """The ASGI application; the service's scheduler must have been started."""
+    api = Api(service)
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completion, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{id:path}", api.model),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/debug/state", api.state),
+        Route("/openapi.json", api.openapi),
+        *(Route(path, _page(name, kind)) for path, (name, kind) in _PAGE_FILES.items()),
+    ]
+    handlers: Any = {
+        Refusal: api.refused,
+        HTTPException: api.not_found,
+        ClientDisconnect: api.left,
+        Exception: api.failed,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Guarded(_Counted(app, service, {route.path for route in routes}), Guard.of(
+        service.engine.settings
+    ))  # fmt: skip
+
+
+class Api:
+    """The endpoints."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._created = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        wanted, (prompt, parser) = await self._prepare(request, asked.chat, self.service.chat)
+        return await self._respond(request, wanted, prompt, parser, self._shape(ChatShape, wanted))
+
+    async def completion(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        read, make = asked.completion, self.service.completion
+        wanted, prompt = await self._prepare(request, read, make)
+        shape = self._shape(CompletionShape, wanted)
+        return await self._respond(request, wanted, prompt, None, shape)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        name = request.path_params["id"]
+        if name != self.service.id:
+            message = f"there is no model {name[:200]!r} here; this server has {self.service.id!r}."
+            raise Refusal(message, "model", status=404, code="model_not_found")
+        return _json(self._model())
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 503 when the engine's thread has ended."""
+        alive = self.service.scheduler.alive
+        return _json({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        text = self.service.metrics.text()
+        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def state(self, request: Request) -> Response:
+        """GET /debug/state: what the page draws."""
+        scheduler, state = self.service.scheduler, self.service.watch.state()
+        scheduler.nudge()
+        now = {"active": scheduler.active, "waiting": scheduler.waiting, "kept": scheduler.kept}
+        return _json({**state, "now": now})
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return _json(description())
+
+    # ---- errors ---------------------------------------------------------------------------------
+
+    async def refused(self, request: Request, refusal: Any) -> Response:
+        """A refusal in OpenAI's shape."""
+        return _json(refusal.body(), refusal.status, refusal.headers)
+
+    async def not_found(self, request: Request, error: Any) -> Response:
+        """No such path, or not with this method."""
+        path = request.url.path[:200]
+        what = "does not take" if error.status_code == 405 else "is not there for"
+        refusal = Refusal(f"{path} {what} {request.method}.", status=error.status_code)
+        return _json(refusal.body(), refusal.status, error.headers or {})
+
+    async def left(self, request: Request, error: Any) -> Response:
+        """The client left while it was sending; nobody reads this."""
+        return Response(status_code=400)
+
+    async def failed(self, request: Request, error: Any) -> Response:
+        """A mistake of ours."""
+        traceback.print_exception(error)
+        refusal = Refusal("the server made a mistake; its log has the details.", status=500)
+        return _json(refusal.body(), 500)
+
+    # ---- how ------------------------------------------------------------------------------------
+
+    async def _prepare(self, request: Request, read: Any, make: Any) -> tuple[Any, Any]:
+        """Body to request to prompt; in another thread, for a long prompt takes a while."""
+        body = await _body(request)
+
+        def work() -> tuple[Any, Any]:
+            wanted = read(fields.parse(body))
+            return wanted, make(wanted)
+
+        return await asyncio.to_thread(work)
+
+    def _shape(self, kind: type[Shape], wanted: Asked) -> Shape:
+        service = self.service
+        mode = service.engine.settings.mode
+        return kind(service.id, mode, service.engine.tokenizer, wanted.include_usage)
+
+    async def _respond(
+        self,
+        request: Request,
+        wanted: ChatAsked | CompletionAsked,
+        prompt: Prompt,
+        parser: ToolParser | None,
+        shape: Shape,
+    ) -> Response:
+        service = self.service
+        wish = Wish(wanted.stops, wanted.logprobs, getattr(wanted, "parallel", True))
+        reply = Reply(service.engine.tokenizer, prompt, wish, parser)
+        mailbox: Mailbox[Delta | Outcome] = Mailbox()
+        address = request.client.host if request.client else ""
+        job = Job(
+            prompt, service.sampling(wanted), service.limit(wanted), reply,
+            f"{address} {wanted.user}", mailbox.post, mailbox.post,
+        )  # fmt: skip
+        service.scheduler.submit(job)
+        leaving = asyncio.create_task(self._cancel_when_gone(request, job))
+        close = _closer(leaving, service, job)
+        if wanted.stream:
+            return EventStream(events(mailbox, shape, reply), close)
+        try:
+            return await _whole(mailbox, shape, reply)
+        finally:
+            close()
+
+    async def _cancel_when_gone(self, request: Request, job: Job) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.service.scheduler.cancel(job)
+
+    def _model(self) -> dict[str, Any]:
+        engine = self.service.engine
+        return {
+            "id": self.service.id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "colibri",
+            "context_length": engine.context,
+        }
+
+
+def _closer(leaving: asyncio.Task[None], service: Service, job: Job) -> Callable[[], None]:
+    def close() -> None:
+        """However the answer ended, nothing goes on for it."""
+        leaving.cancel()
+        service.scheduler.cancel(job)
+
+    return close
+
+
+async def _whole(mailbox: Mailbox[Delta | Outcome], shape: Shape, reply: Reply) -> Response:
+    """Wait for all of it."""
+    whole = Whole()
+    while True:
+        for item in await mailbox.take():
+            whole.add(item.delta if isinstance(item, Outcome) else item)
+            if not isinstance(item, Outcome):
+                continue
+            if item.gone:
+                return Response(status_code=499)
+            if item.error or not item.receipt:
+                raise refusal_of(item)
+            return _json(shape.whole(whole, item.finish_reason, reply, item.receipt))
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise Refusal(f"the body has more than {MOST_BYTES} bytes.", status=413)
+    return bytes(body)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(value), status, headers, "application/json")
+
+
+def _page(name: str, kind: str) -> Endpoint:
+    content = (PAGE / name).read_bytes()
+
+    async def page(request: Request) -> Response:
+        return Response(content, headers=_PAGE_HEADERS, media_type=kind)
+
+    return page
+
+
+class _Counted:
+    """Counts answers by path and status; unknown paths together, or anyone could fill memory."""
+
+    def __init__(self, app: Any, service: Service, paths: set[str]) -> None:
+        self._app, self._metrics, self._paths = app, service.metrics, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counting(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)

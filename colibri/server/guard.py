@@ -1,0 +1,146 @@
+"""Who may talk to the server: the Host and Origin headers, and the key."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from colibri.knobs import Settings
+from colibri.server.refusal import Refusal, encode
+
+PUBLIC = frozenset({"/", "/style.css", "/app.js", "/favicon.svg", "/health"})
+_CORS = {
+    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-headers": "authorization, content-type",
+    "access-control-max-age": "600",
+    "vary": "Origin",
+}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is let in. A page of any site may send requests to this machine's addresses; only the
+    two headers that browsers set, and pages cannot, tell them from ours."""
+
+    hosts: frozenset[str]
+    origins: frozenset[str]
+    key: str | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Guard:
+        """From the knobs; the machine's own names and the address bound to are always known."""
+        own = {"localhost", socket.gethostname().lower(), settings.host.lower()}
+        hosts = own | {name.lower() for name in _list(settings.allow_host)}
+        origins = frozenset(origin.rstrip("/") for origin in _list(settings.allow_origin))
+        return cls(frozenset(hosts), origins, settings.api_key)
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Refusal when the request must not be answered."""
+        self._check_host(headers.get("host", ""))
+        origin = headers.get("origin")
+        if origin is not None and not self._same(origin, headers) and not self.lets(origin):
+            raise Refusal(
+                f"requests from pages of {origin[:200]} are not answered. If you trust that "
+                "site, start the server with --allow-origin and this origin.",
+                status=403,
+                code="origin_not_allowed",
+            )
+        if self.key and path not in PUBLIC and method != "OPTIONS":
+            self._check_key(headers.get("authorization", ""))
+
+    def lets(self, origin: str) -> bool:
+        """Whether pages of another origin are welcome."""
+        return origin in self.origins or "*" in self.origins
+
+    def _same(self, origin: str, headers: Headers) -> bool:
+        return bool(origin) and urlsplit(origin).netloc == headers.get("host")
+
+    def _check_host(self, host: str) -> None:
+        name = _name(host)
+        if name in self.hosts or name.endswith(".localhost") or _is_address(name):
+            return
+        raise Refusal(
+            f"this server does not answer to the name {host[:200]!r} (the Host header). Use its "
+            f"address or localhost, or start it with --allow-host {name[:200] or 'NAME'}.",
+            status=403,
+            code="host_not_allowed",
+        )
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, given = authorization.partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
+        if scheme.lower() != "bearer" or not right:
+            raise Refusal(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+class Guarded:
+    """The guard before an ASGI application."""
+
+    def __init__(self, app: Any, guard: Guard) -> None:
+        self.app, self.guard = app, guard
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Refuse, answer a preflight, or pass on."""
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        welcome = {"access-control-allow-origin": origin, **_CORS}
+        if origin is None or not self.guard.lets(origin):
+            welcome = {}
+        try:
+            self.guard.check(scope["method"], scope["path"], headers)
+        except Refusal as refusal:
+            await answer(send, refusal.status, encode(refusal.body()), welcome | refusal.headers)
+            return
+        if scope["method"] == "OPTIONS" and welcome:
+            await answer(send, 204, b"", welcome)
+            return
+        await self.app(scope, receive, _with(send, welcome) if welcome else send)
+
+
+async def answer(send: Any, status: int, body: bytes, headers: dict[str, str]) -> None:
+    """Send a whole answer."""
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _with(send: Any, headers: dict[str, str]) -> Any:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers)
+        await send(message)
+
+    return sending
+
+
+def _list(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _name(host: str) -> str:
+    """The Host header without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

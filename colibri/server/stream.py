@@ -1,0 +1,91 @@
+"""Server-sent events: an answer as it is made, with signs of life while there is nothing new."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from colibri.server.mailbox import Mailbox
+from colibri.server.refusal import Refusal, encode
+from colibri.server.reply import Delta, Reply
+from colibri.server.scheduler import Outcome
+from colibri.server.shapes import Shape
+
+SILENCE = 5.0  # seconds after which a comment says that the server is alive; no client shows it
+DONE = b"data: [DONE]\n\n"
+ACCEPTED, ALIVE = b": accepted\n\n", b": keep-alive\n\n"
+
+
+def event(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+async def events(
+    mailbox: Mailbox[Delta | Outcome], shape: Shape, reply: Reply
+) -> AsyncIterator[bytes]:
+    """Blocks of events until the outcome; what has piled up for a slow reader goes together."""
+    yield ACCEPTED
+    while True:
+        items = await mailbox.take(SILENCE)
+        if not items:
+            yield ALIVE
+        block = b""
+        for item in items:
+            delta = item.delta if isinstance(item, Outcome) else item
+            if delta:
+                block += b"".join(map(event, shape.chunks(delta)))
+            if isinstance(item, Outcome):
+                yield block + _end(item, shape, reply)
+                return
+        if block:
+            yield block
+
+
+def _end(outcome: Outcome, shape: Shape, reply: Reply) -> bytes:
+    if outcome.gone:
+        return b""
+    if outcome.error or not outcome.receipt:
+        return event(refusal_of(outcome).body())
+    last = shape.last(outcome.finish_reason, reply, outcome.receipt)
+    return b"".join(map(event, last)) + DONE
+
+
+def refusal_of(outcome: Outcome) -> Refusal:
+    """What a client is told of an error."""
+    if isinstance(outcome.error, Refusal):
+        return outcome.error
+    text = str(outcome.error) or type(outcome.error).__name__
+    return Refusal(text, status=500, code="engine_error")
+
+
+class EventStream(Response):
+    """Sends blocks as they come; whoever reads slowly delays nobody else."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, blocks: AsyncIterator[bytes], close: Any) -> None:
+        self.status_code, self.background = 200, None
+        self._blocks, self._close = blocks, close
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+
+    def init_headers(self, headers: Any = None) -> None:
+        """No length: it is not known."""
+        self.body = b""
+        super().init_headers(headers)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send everything; whatever happens, close."""
+        try:
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            async for block in self._blocks:
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except OSError:  # the client left
+            return
+        finally:
+            self._close()
