@@ -35,14 +35,16 @@ _SENTINELS = [chr(c) for c in (*range(0xFDD0, 0xFDF0), 0xFFFE, 0x1FFFE, 0x2FFFE,
 class Template:
     """How a model wants conversations written. Make one with `load` or `builtin`.
 
-    `name` says where it comes from; `has_thinking_switch` and `has_effort` say whether `thinking`
-    and `effort` can change anything. Rendering reads no clock unless the template asks for it.
+    `name` says where it comes from; `has_thinking_switch`, `has_effort` and `has_tools` say whether
+    `thinking`, `effort` and `tools` can change anything. Rendering reads no clock unless the
+    template asks for it.
     """
 
     def __init__(self, name: str, source: str, render: Callable[[dict[str, Any]], str]) -> None:
         self.name = name
         self.has_thinking_switch = "enable_thinking" in source
         self.has_effort = "reasoning_effort" in source
+        self.has_tools = "tools" in source
         self._source = source
         self._render = render
 
@@ -98,7 +100,7 @@ class Template:
 
         switches = {"5.2": "enable_thinking reasoning_effort", "5.3": "reasoning_effort"}
         # What decides how assistant history is read (see `_split_reasoning`).
-        history = "reasoning_content </think>"
+        history = "tools reasoning_content </think>"
         newlines = "" if version in switches else r"rstrip('\n')"
         source = " ".join((switches.get(version, "enable_thinking"), history, newlines))
         return cls(f"built-in GLM-{version}", source, render)

@@ -52,7 +52,7 @@ class Service:
     def chat(self, asked: ChatAsked) -> tuple[Prompt, ToolParser | None]:
         """The conversation in the model's template; Refusal when that or the room is lacking."""
         self._check_model(asked)
-        self._check_reasoning(asked)
+        self._check_template(asked)
         settings, template = self.engine.settings, self.engine.template
         options = {} if asked.clear_thinking is None else {"clear_thinking": asked.clear_thinking}
         try:
@@ -130,11 +130,12 @@ class Service:
                 code="model_not_found",
             )
 
-    def _check_reasoning(self, asked: ChatAsked) -> None:
+    def _check_template(self, asked: ChatAsked) -> None:
         template = self.engine.template
         checks: Sequence[tuple[str, Any, bool, str]] = (
             ("thinking", asked.thinking, template.has_thinking_switch, "switch for reasoning"),
             ("reasoning_effort", asked.effort, template.has_effort, "degrees of reasoning"),
+            ("tools", asked.tools or None, template.has_tools, "place for tools"),
         )
         for name, value, known, what in checks:
             if value is not None and not known:
