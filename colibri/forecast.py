@@ -1,0 +1,305 @@
+"""What speed to expect: a model's sizes and a machine's figures, put together.
+
+A token takes as long as its parts. The dense part of each layer, attention and the head are bound
+by memory or by products, whichever is slower. A layer's experts are read while those in memory are
+computed; the last that arrives is computed after it. Nothing is fitted to this engine's results but
+`Speeds.layer_seconds`, which the demo model measures.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from colibri.config import ModelConfig
+from colibri.context import MOST, default
+from colibri.errors import UsageError
+from colibri.locality import TEXT, Locality
+from colibri.memory import RESERVE, gigabytes
+from colibri.plan import Demand, Plan, make_plan
+from colibri.probe import ABSORBED, Speeds
+from colibri.shapes import Shape, Work
+
+ROWS = 128  # of a prefill step: the engine's
+LATENCY = 1e-4  # seconds until the first byte of a layer's reads is there
+ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
+_ROW_BLOCK, _PAIR_BLOCK = 32, 64  # csrc/core.h
+DISK, MEMORY, PRODUCTS, STEPS = "disk", "memory bandwidth", "arithmetic", "small steps"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one step: `experts` computing them, `read` waiting for them beyond that."""
+
+    dense: float
+    attention: float
+    head: float
+    experts: float
+    read: float
+    other: float
+    limit: str
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.dense + self.attention + self.head + self.experts + self.read + self.other
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One memory budget and one length of text.
+
+    Bytes are per token. `first_token` is the seconds of a prompt of `length` tokens and the first
+    pick, no expert being in memory; `drafted` tokens a second when every step has one draft and
+    ACCEPTED of them stand (None without an MTP layer).
+    """
+
+    budget: int
+    length: int
+    io: str
+    slots: float  # experts a layer that stay in memory
+    footprint: int
+    hits: float
+    cold_bytes: float
+    warm_bytes: float
+    memory_bytes: float
+    parts: Parts
+    rate: float
+    drafted: float | None
+    first_token: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+class Forecaster:
+    """Forecasts for one model on one machine; `threads` is that of the speeds."""
+
+    def __init__(self, shape: Shape, speeds: Speeds, locality: Locality = TEXT) -> None:
+        self.shape = shape
+        self.speeds = speeds
+        self.locality = locality
+
+    # ---- where things go --------------------------------------------------------------------
+
+    def context(self, budget: int, asked: int | None = None) -> int:
+        """The context the engine would choose; UsageError when not even the weights fit."""
+        shape = self.shape
+        limit = shape.config.max_position_embeddings
+        if asked is not None:
+            if asked > limit:
+                raise UsageError(f"--ctx is {asked}, and this model handles {limit} tokens")
+            return asked
+        room = budget - shape.resident
+        if room < shape.token_bytes:
+            raise UsageError(
+                f"the dense weights ({gigabytes(shape.resident)}) do not fit {gigabytes(budget)}"
+            )
+        return default(limit, room // shape.token_bytes)
+
+    def demand(self, context: int) -> Demand:
+        """What the model and one session of it ask for."""
+        shape, config = self.shape, self.shape.config
+        return Demand(
+            dense=shape.resident,
+            session=session_bytes(shape, context, self.speeds.threads),
+            container=shape.files,
+            experts=config.n_routed_experts,
+            layers=shape.sparse_layers,
+            slot=shape.expert.total,
+            mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
+            experts_per_token=config.num_experts_per_tok,
+        )
+
+    def whole(self, context: int) -> int:
+        """The budget that holds every expert."""
+        demand = self.demand(context)
+        experts = demand.experts * demand.slot_round
+        return demand.dense + demand.session + experts + RESERVE
+
+    def slots(self, plan: Plan, demand: Demand) -> float:
+        """Experts a layer that stay in memory, in slots or in the page cache."""
+        if plan.slots_per_layer:
+            return float(plan.slots_per_layer)
+        if plan.io == "mmap":
+            return float(demand.experts)
+        left = plan.budget - demand.dense - demand.session - RESERVE
+        return min(float(demand.experts), max(0.0, left / demand.slot_round))
+
+    # ---- forecasts --------------------------------------------------------------------------
+
+    def forecast(self, budget: int, length: int, context: int, io: str = "auto") -> Forecast:
+        """With `budget` bytes and a text of `length` tokens in a context of `context`.
+
+        UsageError when the budget is too small, with both numbers.
+        """
+        demand = self.demand(context)
+        plan = make_plan(demand, budget, io, RESERVE)
+        slots = self.slots(plan, demand)
+        config = self.shape.config
+        used = config.num_experts_per_tok
+        hits = self.locality.hits(slots, config.n_routed_experts, used)
+        parts = self.step(hits, length)
+        cold = self.shape.sparse_layers * used * self.shape.expert.total
+        return Forecast(
+            budget=budget,
+            length=length,
+            io=plan.io,
+            slots=slots,
+            footprint=plan.footprint,
+            hits=hits,
+            cold_bytes=cold,
+            warm_bytes=cold * (1 - hits),
+            memory_bytes=self.shape.dense.total + self.shape.head.total + cold,
+            parts=parts,
+            rate=1 / parts.seconds,
+            drafted=self._drafted(hits, length, slots),
+            first_token=self.prefill(length, slots) + parts.head,
+        )
+
+    def step(self, hits: float, position: int, rows: int = 1) -> Parts:
+        """A step of `rows` rows (which share no expert) at a position."""
+        shape, config = self.shape, self.shape.config
+        layers, sparse = config.num_hidden_layers, shape.sparse_layers
+        dense, bound = self._seconds(shape.dense, rows)
+        head, _ = self._seconds(shape.head, rows)
+        attention = rows * self._attention(position)
+        used = rows * config.num_experts_per_tok
+        one, expert_bound = self._seconds(shape.expert, 1)
+        computing = used * one
+        reading = self._reading(used * (1 - hits), shape.expert)
+        waiting = max(0.0, reading + one - computing) if reading else 0.0
+        other = layers * self.speeds.layer_seconds
+        parts = {
+            DISK: sparse * waiting,
+            bound: dense + head,
+            PRODUCTS: attention,
+            STEPS: other,
+        }
+        parts[expert_bound] = parts.get(expert_bound, 0.0) + sparse * computing
+        limit = max(parts, key=lambda name: parts[name])
+        return Parts(dense, attention, head, sparse * computing, sparse * waiting, other, limit)
+
+    def prefill(self, length: int, slots: float) -> float:
+        """Seconds to read a prompt, no expert being in memory at its beginning."""
+        shape, config = self.shape, self.shape.config
+        seconds = 0.0
+        for start in range(0, length, ROWS):
+            rows = min(ROWS, length - start)
+            dense, _ = self._seconds(shape.dense, rows)
+            union = distinct(config, rows)
+            pairs = rows * config.num_experts_per_tok
+            computing, _ = self._seconds(shape.expert, pairs / union, union)
+            missing = union - (self._kept(slots, union) if start else 0.0)
+            reading = self._reading(missing, shape.expert)
+            attention = rows * self._attention(start + rows // 2)
+            seconds += dense + attention + shape.sparse_layers * max(reading, computing)
+            seconds += config.num_hidden_layers * self.speeds.layer_seconds
+        return seconds
+
+    def _kept(self, slots: float, union: float) -> float:
+        """Of a chunk's experts, those still there from the chunk before: all or none, nearly."""
+        experts = self.shape.config.n_routed_experts
+        if slots < union:
+            return 0.0
+        return union * min(1.0, slots / experts)
+
+    def _drafted(self, hits: float, length: int, slots: float) -> float | None:
+        """Tokens a second with one draft a step."""
+        shape, config = self.shape, self.shape.config
+        if not shape.mtp:
+            return None
+        verify = self.step(hits, length, 2).seconds
+        dense, _ = self._seconds(shape.mtp_dense, 1)
+        head, _ = self._seconds(shape.head, 1)
+        used = config.num_experts_per_tok
+        one, _ = self._seconds(shape.mtp_expert, 1)
+        mtp_hits = self.locality.hits(slots, config.n_routed_experts, used)
+        reading = self._reading(used * (1 - mtp_hits), shape.mtp_expert)
+        draft = dense + head + max(reading + one, used * one) + self.speeds.layer_seconds
+        return (1 + ACCEPTED) / (verify + draft)
+
+    # ---- seconds ----------------------------------------------------------------------------
+
+    def _seconds(self, work: Work, rows: float, times: float = 1.0) -> tuple[float, str]:
+        """Seconds of meeting these weights with `rows` rows, `times` over, and what binds them."""
+        bound: dict[str, float] = {MEMORY: 0.0, PRODUCTS: 0.0}
+        for kind, nbytes in work.nbytes.items():
+            reading = nbytes / self.speeds.memory
+            rate = self.speeds.multiply(kind, max(1.0, rows))
+            computing = work.weights[kind] * rows / rate if rate else 0.0
+            bound[PRODUCTS if computing > reading else MEMORY] += max(reading, computing)
+        limit = max(bound, key=lambda name: bound[name])
+        return times * sum(bound.values()), limit
+
+    def _reading(self, experts: float, expert: Work) -> float:
+        """Seconds until so many experts of a layer are there."""
+        if experts <= 0:
+            return 0.0
+        return min(1.0, experts) * LATENCY + experts * expert.total / self.speeds.disk
+
+    def _attention(self, position: int) -> float:
+        """Seconds of all layers' attention for one row: scores, index scores, values."""
+        shape, config = self.shape, self.shape.config
+        latent = config.kv_lora_rank
+        width = latent + config.qk_rope_head_dim
+        seconds = 0.0
+        keys = min(position, config.index_topk) if shape.selecting else position
+        products = config.num_hidden_layers * config.num_attention_heads * keys * (width + latent)
+        scored = position if shape.selecting and position > config.index_topk else 0
+        index = shape.selecting * scored * config.index_head_dim
+        products += index * config.index_n_heads
+        nbytes = 4 * (config.num_hidden_layers * keys * width + index)
+        rate = self.speeds.multiply("f32", 1)
+        seconds = nbytes / self.speeds.memory
+        return max(seconds, products / rate) if rate else seconds
+
+
+def distinct(config: ModelConfig, rows: int) -> float:
+    """Experts of a layer that so many rows meet together, when each row chooses alone."""
+    experts = config.n_routed_experts
+    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
+
+
+def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) -> int:
+    """Bytes of one session: the caches, and the larger parts of the scratch of csrc/session.c."""
+    config = shape.config
+    hidden, heads, n = config.hidden_size, config.num_attention_heads, min(rows, context)
+    pairs = max(n, _PAIR_BLOCK)
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    wide = max(pairs * config.moe_intermediate_size, n * max(config.intermediate_size, shared))
+    inner = max(config.intermediate_size, shared)
+    floats = n * (config.q_lora_rank + heads * (config.qk_head_dim + config.v_head_dim))
+    floats += _ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
+    floats += n * config.index_n_heads * (config.index_head_dim + 1) + _ROW_BLOCK * context
+    floats += n * config.index_topk + 10 * threads * context  # 8-byte order, scores of 8 heads
+    floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
+    floats += pairs * hidden
+    quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
+    quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
+    return context * shape.token_bytes + 4 * floats + 4 * quantised
+
+
+def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:
+    """With the seconds a layer takes beside its weights, from a small model's step of `seconds`."""
+    free = Forecaster(small, replace(speeds, layer_seconds=0.0))
+    rest = seconds - free.step(1.0, 32).seconds
+    return replace(speeds, layer_seconds=max(0.0, rest / small.config.num_hidden_layers))
+
+
+def kinds_of(*shapes: Shape) -> set[str]:
+    """The kinds of numbers these models multiply."""
+    works = [w for s in shapes for w in (s.dense, s.head, s.expert, s.mtp_dense, s.mtp_expert)]
+    found = {kind for work in works for kind in work.nbytes}
+    return (found - {ABSORBED}) | {"f32"}
+
+
+def lengths(context: int) -> list[int]:
+    """A few lengths of text worth telling, up to the context."""
+    return [n for n in (512, 4096, MOST) if n < context] + [context]
+
+
+def budgets(budget: int, whole: int) -> Mapping[int, None]:
+    """A few budgets worth telling, rising: about this one, and what holds everything."""
+    sizes = [budget // 2, budget, 2 * budget]
+    return dict.fromkeys(sorted({*(size for size in sizes if size < whole), whole}))

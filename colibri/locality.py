@@ -1,0 +1,85 @@
+"""How often an expert is still in memory: what is known of texts, of random ids, or of a trace."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colibri.trace import Trace
+
+# Of the experts of a token, those the token before it used in the same layer: published for
+# GLM-5.2 (28 to 36%).
+OVERLAP = 0.32
+
+
+@dataclass(frozen=True)
+class Locality:
+    """Hit rates of least-recently-used slots, by slots a layer.
+
+    Slots for less than one token's experts never hit: each is gone before its layer comes again.
+    With as many as a token uses, what hits is what two tokens share. Between there and all experts
+    the rate is read off (slots / experts) to a power, or between the measured `points`.
+    """
+
+    name: str = f"text, tokens sharing {100 * OVERLAP:.0f}% of their experts"
+    overlap: float | None = OVERLAP  # None: every expert is as likely as another
+    points: Sequence[tuple[int, float]] = field(default=())  # (slots a layer, hit rate)
+
+    def hits(self, slots: float, experts: int, used: int) -> float:
+        """The part of a token's `used` experts a layer that are in one of `slots` slots."""
+        if slots >= experts:
+            return 1.0
+        if self.points:
+            return self._measured(slots, experts)
+        if slots < used:
+            return 0.0
+        share = slots / experts
+        if self.overlap is None or used >= experts:
+            return share
+        return share ** (math.log(self.overlap) / math.log(used / experts))
+
+    def _measured(self, slots: float, experts: int) -> float:
+        points = [(0.0, 0.0), *((float(n), rate) for n, rate in self.points), (float(experts), 1.0)]
+        for (a, low), (b, high) in pairwise(points):
+            if a <= slots < b:
+                return low + (high - low) * (slots - a) / (b - a)
+        return 1.0
+
+
+TEXT = Locality()
+RANDOM = Locality("random ids, every expert as likely as another", None)
+
+
+def of_trace(path: Path) -> Locality:
+    """Hit rates that the engine's own rule would have had on a recorded trace."""
+    from colibri.trace import Trace
+
+    trace = Trace.load(path)
+    used = trace.experts.shape[2]
+    sizes = sorted({max(1, round(trace.count * part / 16)) for part in range(1, 16)} | {used})
+    points = [(slots, lru(trace, slots)) for slots in sizes if slots < trace.count]
+    return Locality(f"as in {path.name}", None, points)
+
+
+def lru(trace: "Trace", slots: int) -> float:
+    """Hit rate of one pool of `slots` experts a layer; of the trace's second half, the first
+    fills it."""
+    layers = trace.experts.shape[1]
+    room, half = slots * layers, len(trace.experts) // 2
+    order: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = looks = 0
+    for row, table in enumerate(trace.experts.tolist()):
+        for layer, experts in enumerate(table):
+            for expert in experts:
+                key = layer, expert
+                looks += row >= half
+                hits += key in order and row >= half
+                order[key] = None
+                order.move_to_end(key)
+            while len(order) > room:
+                order.popitem(last=False)
+    return hits / looks if looks else 0.0

@@ -1,0 +1,139 @@
+"""`colibri plan`: the options, and what is measured before the forecast."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from colibri import knobs
+from colibri.cli import Command, knob_options, settings_of
+from colibri.errors import UsageError
+from colibri.knobs import Settings
+
+if TYPE_CHECKING:
+    from colibri.container import Container
+    from colibri.probe import Speeds
+    from colibri.shapes import Shape
+
+
+@click.command("plan", cls=Command)
+@click.argument("model", required=False)
+@click.option(
+    "--shape", metavar="NAME|FILE",
+    help="Plan for a model that is not here: glm-5, glm-5.1, glm-5.2, glm-5.3, or a config.json.",
+)  # fmt: skip
+@click.option("--experts", metavar="FORMAT", help="With --shape: of the experts.",
+              default="int4-g64", show_default=True)  # fmt: skip
+@click.option("--dense", metavar="FORMAT", help="With --shape: of all else.", default="int8",
+              show_default=True)  # fmt: skip
+@click.option(
+    "--disk", metavar="GB/S|DIR",
+    help="What the disk reads (10^9 bytes a second), or a directory on it to measure with a file "
+    "of 256 MB. [default: measured on MODEL; with --shape 3 is assumed]",
+)  # fmt: skip
+@click.option(
+    "--memory", metavar="GB/S", type=click.FloatRange(min=0.1),
+    help="What the memory reads, of another machine than this. [default: measured here]",
+)  # fmt: skip
+@click.option(
+    "--trace", metavar="FILE", type=click.Path(path_type=Path),
+    help="Hit rates from a recorded trace (colibri bench --trace) instead of published ones.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@knob_options(knobs.MACHINE, without=("warm",))
+def command(model: str | None, as_json: bool, **values: Any) -> int:
+    """Tell what speed to expect, and what limits it.
+
+    From the model's headers, the memory it may use and two seconds of measuring this machine. MODEL
+    as for `colibri run`; with --shape before anything is downloaded. Nothing is loaded.
+    """
+    if model and values["shape"]:
+        raise UsageError("MODEL and --shape both name a model; give one of them")
+    settings = settings_of(values, model)
+    from colibri.plan_report import render
+
+    tree = plan_tree(settings, values)
+    click.echo(json.dumps(tree, indent=1) if as_json else render(tree))
+    return 0
+
+
+def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    """The report that settings and options ask for."""
+    from colibri import demo, locality
+    from colibri.container import Container
+    from colibri.engine import model_directory
+    from colibri.forecast import Forecaster
+    from colibri.memory import budget
+    from colibri.plan_report import report
+    from colibri.shapes import of_container
+
+    mtp = settings.mtp and settings.draft != 0
+    container: Container | None = None
+    if options["shape"]:
+        shape = _published(options, mtp)
+    else:
+        container = Container.open(model_directory(settings))
+        shape = of_container(container, mtp)
+        if container.directory == demo.MODEL:
+            shape = replace(shape, name="the demo model")
+    trace = options["trace"]
+    where = locality.of_trace(trace) if trace else locality.TEXT
+    forecaster = Forecaster(shape, _speeds(settings, options, shape, container), where)
+    return report(forecaster, budget(settings.ram), settings.context, settings.io)
+
+
+def _published(options: dict[str, Any], mtp: bool) -> "Shape":
+    from colibri.formats import Format
+    from colibri.layout import Formats
+    from colibri.shapes import of_config, published
+
+    name, config = published(options["shape"])
+    experts, dense = Format.parse(options["experts"]), Format.parse(options["dense"])
+    return of_config(name, config, Formats(experts, dense, dense, dense), mtp)
+
+
+def _speeds(
+    settings: Settings, options: dict[str, Any], shape: "Shape", container: "Container | None"
+) -> "Speeds":
+    from colibri import demo, probe
+    from colibri.container import Container
+    from colibri.forecast import calibrated, kinds_of
+    from colibri.memory import physical_cores
+    from colibri.shapes import of_container
+
+    threads = settings.threads or physical_cores()
+    disk, source = _disk(options["disk"], shape, container)
+    if options["memory"]:
+        sources = {"memory": "given", "disk": source}
+        return probe.Speeds(threads, options["memory"] * 1e9, disk, sources=sources)
+    demo_container = Container.open(demo.MODEL)
+    small = of_container(demo_container, mtp=False)
+    kinds = kinds_of(shape, small)
+    speeds = probe.measure(threads, kinds, disk, source, shape.files, settings.isa)
+    seconds = probe.step_seconds(demo_container, threads, settings.isa)
+    cached = replace(speeds, memory=probe.bandwidth(threads, small.files))
+    return replace(speeds, layer_seconds=calibrated(cached, small, seconds).layer_seconds)
+
+
+def _disk(asked: str | None, shape: "Shape", container: "Container | None") -> tuple[float, str]:
+    """Bytes a second, and where the figure comes from."""
+    from colibri import probe
+
+    if asked is None:
+        if container is None:
+            return probe.ASSUMED_DISK, "assumed"
+        return probe.disk_of(container, shape.expert.total), "measured"
+    try:
+        rate = float(asked)
+    except ValueError:
+        path = Path(asked).expanduser()
+        if not path.is_dir():
+            raise UsageError(
+                f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"
+            ) from None
+        return probe.disk_at(path), "measured"
+    if not 0.001 <= rate <= 1000:
+        raise UsageError(f"--disk is {asked}; expected GB/s from 0.001 to 1000")
+    return rate * 1e9, "given"

@@ -1,0 +1,194 @@
+"""`colibri plan`: the forecasts worth telling, as a tree of plain values and as text."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from colibri.errors import UsageError
+from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
+from colibri.memory import RESERVE, Budget, gigabytes
+from colibri.plan import Plan, make_plan
+
+VERSION = 1
+LENGTH = 4096  # tokens of text in the table of memory budgets
+
+
+def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -> dict[str, Any]:
+    """Everything, for JSON. UsageError when the model does not fit `budget` at all."""
+    shape, speeds, config = forecaster.shape, forecaster.speeds, forecaster.shape.config
+    context = forecaster.context(budget.bytes, asked)
+    plan = make_plan(forecaster.demand(context), budget.bytes, io, RESERVE)
+    length = min(LENGTH, context)
+    here = forecaster.forecast(budget.bytes, length, context, io)
+    return {
+        "format": "colibri-plan",
+        "version": VERSION,
+        "model": {
+            "name": shape.name,
+            "formats": shape.formats,
+            "files": shape.files,
+            "dense_bytes": shape.resident,
+            "experts": config.n_routed_experts * shape.sparse_layers,
+            "expert_bytes": shape.expert.total,
+            "experts_per_token": config.num_experts_per_tok * shape.sparse_layers,
+            "experts_per_layer": config.n_routed_experts,
+        },
+        "machine": speeds.as_dict(),
+        "locality": forecaster.locality.name,
+        "budget": {"bytes": budget.bytes, "source": budget.source},
+        "context": context,
+        "cache_bytes": context * shape.token_bytes,
+        "session_bytes": forecaster.demand(context).session,
+        "here": here.as_dict(),
+        "budgets": [
+            _row(forecaster, size, asked, io) for size in _sizes(forecaster, budget, asked)
+        ],
+        "lengths": [
+            forecaster.forecast(budget.bytes, n, context, io).as_dict() for n in lengths(context)
+        ],
+        "notes": [*plan.notes, *_notes(forecaster, plan, here)],
+    }
+
+
+def _sizes(forecaster: Forecaster, budget: Budget, asked: int | None) -> list[int]:
+    whole = budget.bytes
+    for _ in range(2):  # more memory may mean a longer context, and that more memory
+        whole = forecaster.whole(forecaster.context(max(whole, budget.bytes), asked))
+    return list(budgets(budget.bytes, whole))
+
+
+def _row(forecaster: Forecaster, size: int, asked: int | None, io: str) -> dict[str, Any]:
+    try:
+        context = forecaster.context(size, asked)
+        length = min(LENGTH, context)
+        return forecaster.forecast(size, length, context, io).as_dict() | {"error": None}
+    except UsageError as error:
+        return {"budget": size, "error": str(error)}
+
+
+def _notes(forecaster: Forecaster, plan: Plan, here: Forecast) -> Iterator[str]:
+    speeds = forecaster.speeds
+    if not speeds.products:
+        yield "arithmetic is left out: only memory and disk limit these figures"
+    if speeds.sources.get("disk") == "assumed":
+        yield "the disk is assumed: --disk GB/s, or a directory on it to measure"
+    if here.drafted is not None and here.drafted <= here.rate:
+        yield "drafts would not pay here; --draft auto finds that out by itself"
+    if plan.io.startswith("mmap") and here.hits < 1:
+        yield "experts are left to the page cache, which the forecast takes for slots"
+
+
+# ---- as people read it --------------------------------------------------------------------------
+
+
+def render(tree: dict[str, Any]) -> str:
+    """The text of `colibri plan`."""
+    return "\n".join(line.rstrip() for line in _lines(tree))
+
+
+def _lines(tree: dict[str, Any]) -> Iterator[str]:
+    model, machine, here = tree["model"], tree["machine"], tree["here"]
+    yield f"model    {model['name']}: {_size(model['files'])} in files; {model['formats']}"
+    yield (
+        f"machine  {machine['threads']} threads, memory {_rate(machine, 'memory')}, "
+        f"disk {_rate(machine, 'disk')}"
+    )
+    yield (
+        f"memory   {gigabytes(tree['budget']['bytes'])} ({tree['budget']['source']}): dense "
+        f"weights {gigabytes(model['dense_bytes'])}, a context of {tree['context']} tokens "
+        f"{gigabytes(tree['session_bytes'])},"
+    )
+    yield (
+        f"         and {_slots(here, model)} of {model['experts_per_layer']} experts a layer; "
+        "the others stay on disk"
+        if here["hits"] < 1
+        else f"         and all {model['experts']:,} experts"
+    )
+    yield (
+        f"a token  meets {_size(here['memory_bytes'])} of weights, {model['experts_per_token']} "
+        f"experts of {_size(model['expert_bytes'])} among them;"
+    )
+    yield (
+        f"         from disk {_size(here['cold_bytes'])} when none is in memory, "
+        f"{_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
+    )
+    yield f"speed    {_speed(here)}, limited by {here['parts']['limit']}{_drafted(here)}"
+    yield ""
+    yield from _table(
+        ("memory", "experts a layer", "hits", "from disk", "tok/s", "limited by"),
+        [_budget_cells(row, model) for row in tree["budgets"]],
+    )
+    yield ""
+    yield from _table(
+        ("text", "tok/s", "first token", "limited by"),
+        [
+            (f"{row['length']} tokens", _speed(row, ""), _span(row["first_token"]),
+             row["parts"]["limit"])
+            for row in tree["lengths"]
+        ],
+    )  # fmt: skip
+    yield ""
+    yield f"hits: {tree['locality']}"
+    yield "first token: of a prompt of that length, when no expert is in memory"
+    for note in tree["notes"]:
+        yield from textwrap.wrap(f"note: {note}", 88, subsequent_indent="      ")
+
+
+def _budget_cells(row: dict[str, Any], model: dict[str, Any]) -> tuple[str, ...]:
+    if row["error"]:
+        return (gigabytes(row["budget"]), "-", "-", "-", "-", "does not fit")
+    return (
+        gigabytes(row["budget"]),
+        _slots(row, model),
+        f"{100 * row['hits']:.0f}%",
+        _size(row["warm_bytes"]),
+        _speed(row, ""),
+        row["parts"]["limit"],
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    last = len(head) - 1
+    for row in [head, *rows]:
+        cells = (
+            cell if i == last else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells)
+
+
+def _slots(row: dict[str, Any], model: dict[str, Any]) -> str:
+    return "all" if row["hits"] == 1 else f"{row['slots']:.0f}"
+
+
+def _speed(row: dict[str, Any], unit: str = " tok/s") -> str:
+    return f"{row['rate']:.2g}{unit}" if row["rate"] < 10 else f"{row['rate']:.0f}{unit}"
+
+
+def _drafted(row: dict[str, Any]) -> str:
+    if row["drafted"] is None or row["drafted"] <= 1.02 * row["rate"]:
+        return ""
+    return f"; {row['drafted']:.2g} if {100 * ACCEPTED:.0f}% of single drafts are kept"
+
+
+def _rate(machine: dict[str, Any], name: str) -> str:
+    source = machine["sources"].get(name, "given")
+    return f"{machine[name] / 1e9:.3g} GB/s ({source})"
+
+
+def _span(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _size(nbytes: float) -> str:
+    """Bytes in units of 10^9 and so on, as disks and files are counted."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes:.0f} B"

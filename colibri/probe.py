@@ -1,0 +1,166 @@
+"""A short look at this machine: how fast it reads memory and disk, and how fast it multiplies.
+
+Two or three seconds, for a forecast; `colibri bench` is for figures that are to be quoted.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colibri import machine
+from colibri._core import ffi, lib
+from colibri.container import Container
+from colibri.errors import UsageError
+from colibri.formats import FLOATS, Format, Kind
+from colibri.machine import Disk, DiskWay
+from colibri.model import Model, available_isas, check
+from colibri.session import Session
+from colibri.state import PARTIAL
+
+ASSUMED_DISK = 3e9  # bytes a second, where nothing is known: a middling NVMe drive
+ASSUMED_LAYER = 20e-6  # seconds a layer takes beside its weights, where it was not measured
+ABSORBED = "absorbed"  # kv_b: unpacked, then multiplied as floats, each row by itself
+MANY = 16  # rows at which products are no longer bound by unpacking weights
+_SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
+_PIECE = 1 << 20
+_FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a machine does: bytes a second of `threads` threads together from memory, and of the
+    disk; multiply-adds a second of one thread by kind of number, at one row and at MANY.
+
+    `sources` says of each figure whether it was measured, given or assumed. Without `products`
+    nothing but memory and disk limits the forecast.
+    """
+
+    threads: int
+    memory: float
+    disk: float
+    products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    layer_seconds: float = ASSUMED_LAYER
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def multiply(self, kind: str, rows: int) -> float | None:
+        """Multiply-adds a second of all threads, for steps of so many rows."""
+        if kind == ABSORBED:
+            kind, rows = "f32", 1
+        if kind not in self.products:
+            return None
+        one, many = self.products[kind]
+        share = min(1.0, np.log2(rows) / np.log2(MANY))
+        return self.threads * float(one * (many / one) ** share)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def products(isa: str, kinds: Iterable[str], seconds: float = 0.04) -> dict[str, Any]:
+    """Multiply-adds a second of one thread by kind of number: (at one row, at MANY rows)."""
+    return {
+        kind: (_linear(isa, kind, 1, seconds), _linear(isa, kind, MANY, seconds)) for kind in kinds
+    }
+
+
+def _linear(isa: str, kind: str, rows: int, seconds: float) -> float:
+    """The engine's own linear on weights that are in the cache."""
+    group = {"int4": 64, "int3": 64}.get(kind, 0)
+    form = Format(Kind[kind.upper()]) if Kind[kind.upper()] in FLOATS else Format(
+        Kind[kind.upper()], group, Kind.F16
+    )  # fmt: skip
+    out, cols = _SHAPE
+    shape = ffi.new(
+        "clb_tensor *",
+        {"format": int(form.kind), "scale_format": int(form.scale), "rows": out, "cols": cols,
+         "group": group},
+    )  # fmt: skip
+    data = np.zeros(out * form.row_bytes(cols), np.uint8)
+    scales = np.ones(max(1, out * form.row_scales(cols)), np.float16)
+    x, y = np.ones((rows, cols), np.float32), np.empty((rows, out), np.float32)
+    error = ffi.new("clb_error *")
+    arguments = (
+        isa.encode(), shape, ffi.from_buffer("uint8_t[]", data), ffi.from_buffer(scales),
+        ffi.from_buffer("float[]", x), rows, ffi.from_buffer("float[]", y), error,
+    )  # fmt: skip
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        check(lib.clb_linear_test(*arguments), error)
+        best = max(best, rows * out * cols / (time.perf_counter() - begun))
+    return best
+
+
+def step_seconds(container: Container, threads: int, isa: str | None = None) -> float:
+    """Seconds of one step of a small model: of many, one of the quicker ones."""
+    model = Model.open(container, threads=threads, isa=isa, mtp=False)
+    session = Session(model, 64, 1)
+    times = []
+    for token in range(60):
+        begun = time.perf_counter()
+        session.step_all([token + 10], "last")
+        times.append(time.perf_counter() - begun)
+    return sorted(times)[len(times) // 4]
+
+
+def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> float:
+    """Bytes a second of reading expert records of a container, by the best of two ways."""
+    disk = Disk(container, record_bytes)
+    rates = [disk.measure(way, size) for way in _ways(disk.record_bytes)]
+    return max(rate for rate in rates if rate)
+
+
+def disk_at(directory: Path) -> float:
+    """Bytes a second of the disk under a directory, from a file that is written and removed."""
+    path = directory / f"colibri-probe{PARTIAL}"
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            block = os.urandom(_PIECE)
+            for _ in range(_FILE_BYTES // _PIECE):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        rates = [_read(path, way) for way in _ways(16 * _PIECE)]
+    except OSError as why:
+        raise UsageError(
+            f"--disk {directory}: cannot be measured ({why.strerror}); give GB/s instead"
+        ) from why
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return max(rate for rate in rates if rate)
+
+
+def _ways(record_bytes: int) -> list[DiskWay]:
+    piece = min(_PIECE, record_bytes)
+    return [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
+
+
+def _read(path: Path, way: DiskWay) -> float | None:
+    """Bytes a second of reading a whole file; None when it cannot be read in that way."""
+    disk = Disk.of_file(path, 16 * _PIECE)
+    return disk.measure(way, _FILE_BYTES)
+
+
+def measure(
+    threads: int, kinds: Iterable[str], disk: float, source: str, size: int,
+    isa: str | None = None,
+) -> Speeds:  # fmt: skip
+    """This machine's figures for a model of `size` bytes; those of the disk are known already."""
+    found = products(isa or available_isas()[-1], kinds)
+    sources = {"memory": "measured", "disk": source}
+    return Speeds(threads, bandwidth(threads, size), disk, found, sources=sources)
+
+
+def bandwidth(threads: int, size: int) -> float:
+    """Bytes a second that threads read together from `size` bytes, which a cache may hold."""
+    size = max(1 << 20, min(machine.MEMORY_BYTES, size))
+    return machine.read_bandwidth(threads, 0.3, size)
