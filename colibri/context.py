@@ -33,7 +33,7 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
     each = token_bytes(container, mtp)
     if asked is None:
         budget.require(weights + each, "the model's dense part", "Free memory or raise --ram.")
-        return _default(limit, (budget.bytes - weights) // each)
+        return default(limit, (budget.bytes - weights) // each)
     if asked > limit:
         raise UsageError(
             f"--ctx is {asked}, and this model handles {limit} tokens; ask for at most {limit}"
@@ -47,7 +47,7 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
     return asked
 
 
-def _default(limit: int, room: int) -> int:
+def default(limit: int, room: int) -> int:
     """MOST, halved while it would take more than its share of the room, LEAST if possible."""
     size = MOST
     while size > LEAST and size > room // _SHARE:

@@ -106,10 +106,21 @@ class Disk:
     """
 
     def __init__(self, container: Container, record_bytes: int, seed: int = 0) -> None:
-        self.record_bytes = -(-record_bytes // _PAGE) * _PAGE
-        self.path, self._places = _records(container, self.record_bytes)
+        size = -(-record_bytes // _PAGE) * _PAGE
+        self._begin(*_records(container, size), size, seed)
+
+    def _begin(self, path: Path, places: list[int], size: int, seed: int) -> None:
+        self.path, self._places, self.record_bytes = path, places, size
         self._random = random.Random(seed)
         self._uring = True
+
+    @classmethod
+    def of_file(cls, path: Path, record_bytes: int) -> "Disk":
+        """Stretches of any file, as if they were records; record_bytes is a multiple of 4096."""
+        disk = cls.__new__(cls)
+        last = path.stat().st_size - record_bytes
+        disk._begin(path, list(range(0, last + 1, record_bytes)), record_bytes, 0)
+        return disk
 
     def stubborn_bytes(self) -> int:
         """Bytes of the file that stay in the page cache: a process has them mapped."""
