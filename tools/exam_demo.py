@@ -23,7 +23,8 @@ from exam_questions import SETS, Question, names_in, story_pairs
 
 SEED = "exam 1"
 STORIES = 20
-WINDOWS, WINDOW = 24, 512
+WINDOWS = 24
+HELD_OUT = {"world": 256, "world-long": 512, "prose": 512}  # tokens per window
 # Release thresholds: shares of right answers, and nats per token for the held-out world.
 AT_LEAST = {
     "persona": 0.95, "facts": 0.95, "opposites": 0.90, "colours": 0.90, "days": 0.90,
@@ -83,18 +84,20 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponent / exponent.sum(-1, keepdims=True)
 
 
-def windows(directory: Path, name: str) -> Iterable[list[int]]:
+def windows(directory: Path, name: str, length: int) -> Iterable[list[int]]:
     """Evenly spaced pieces of a held-out domain, each from a document's start."""
     domain = Domain(directory, name)
-    starts = domain.usable(WINDOW)
+    starts = domain.usable(length)
     for index in np.linspace(0, len(starts) - 1, WINDOWS).astype(int):
-        yield domain.row(int(starts[index]), WINDOW)[0].tolist()
+        yield domain.row(int(starts[index]), length)[0].tolist()
 
 
-def held_out(engine: Engine, directory: Path, name: str) -> tuple[float, dict[str, list[float]]]:
-    """Nats per token and draft agreement on a held-out domain."""
+def held_out(
+    engine: Engine, directory: Path, name: str, length: int
+) -> tuple[float, dict[str, list[float]]]:
+    """Nats per token and draft agreement on a held-out domain, in windows of `length` tokens."""
     total, count, agreement = 0.0, 0, Agreement()
-    for ids in windows(directory, name):
+    for ids in windows(directory, name, length):
         scores = engine.score(ids)
         rows = scores.logits[:-1].astype(np.float64)
         top = rows.max(-1)
@@ -149,19 +152,19 @@ def examine(engine: Engine, data: Path, only: list[str]) -> dict[str, object]:
         misses: list[list[str]] = []
         result[name] = ask_all(engine, make(random.Random(f"{SEED} {name}")), misses)
         result["misses"][name] = misses
-    if only:
-        return result
-    result.update(tell_stories(engine, random.Random(f"{SEED} stories")))
-    for name in ("world", "prose"):
-        result[f"{name} nll"], result[name] = held_out(engine, data, f"heldout-{name}")
-    result["samples"] = {text: answer(engine, text, 260) for text in SAMPLES}
+    if not only or "stories" in only:
+        result.update(tell_stories(engine, random.Random(f"{SEED} stories")))
+        result["samples"] = {text: answer(engine, text, 260) for text in SAMPLES}
+    for name, length in HELD_OUT.items() if not only or "held-out" in only else ():
+        domain = f"heldout-{name.removesuffix('-long')}"
+        result[f"{name} nll"], result[name] = held_out(engine, data, domain, length)
     return result
 
 
 def report(result: dict[str, object]) -> list[str]:
     """Print the exam; returns what failed."""
     failed = []
-    for name in (*SETS, "story names", "story strangers", "world nll", "prose nll"):
+    for name in (*SETS, "story names", "story strangers", *(f"{name} nll" for name in HELD_OUT)):
         if name not in result:
             continue
         value, mark = result[name], ""
@@ -172,7 +175,7 @@ def report(result: dict[str, object]) -> list[str]:
             mark = f"<= {AT_MOST[name]:.2f}"
             failed += [name] if value > AT_MOST[name] else []
         print(f"{name:16s} {value:7.3f}  {mark}{'  FAILS' if name in failed else ''}")
-    for where in ("greedy stories", "world", "prose"):
+    for where in ("greedy stories", *HELD_OUT):
         for kind, shares in result.get(where, {}).items():
             print(f"{where:16s} {kind:20s} {' '.join(f'{share:.3f}' for share in shares)}")
     return failed
@@ -185,7 +188,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("torch", "colibri"), default="torch")
     parser.add_argument("--topk", type=int, help="index_topk instead of the config's (torch)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="question sets", choices=SETS)
+    parser.add_argument("--only", nargs="*", default=[], choices=(*SETS, "stories", "held-out"))
     args = parser.parse_args()
     engine = open_engine(args.engine, args.model, args.topk)
     result = examine(engine, args.data, args.only)

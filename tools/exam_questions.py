@@ -105,15 +105,22 @@ def _exact(rng: random.Random, count: int, make: Callable[[random.Random], Turn]
     return [Question(turn.question, _same(turn.answer)) for turn in turns]
 
 
+def _says(words: str) -> Judge:
+    return lambda answer: answer.strip().removeprefix("I repeat: ") == words
+
+
 def repeats(rng: random.Random) -> list[Question]:
     """Known words in an order nobody has seen."""
-    return _exact(rng, 40, lambda r: drills.repeat(r, drills.WORDS))
+    texts = [
+        " ".join(rng.choice(drills.WORDS) for _ in range(rng.randrange(1, 9))) for _ in range(40)
+    ]
+    return [Question(rng.choice(drills.REPEAT) + text, _says(text)) for text in texts]
 
 
 def inventions(rng: random.Random) -> list[Question]:
     """Words that do not exist."""
-    words = [" ".join(drills.invented(rng) for _ in range(rng.randrange(1, 4))) for _ in range(20)]
-    return [Question(f"Repeat after me: {text}", _same(text)) for text in words]
+    texts = [" ".join(drills.invented(rng) for _ in range(rng.randrange(1, 4))) for _ in range(20)]
+    return [Question(f"Repeat after me: {text}", _says(text)) for text in texts]
 
 
 def scenes(rng: random.Random) -> list[Question]:

@@ -34,18 +34,22 @@ from export_demo import load_model
 from torch import Tensor, nn
 
 CHECKPOINT_SECONDS = 180.0
+LONGEST_STEP = 30.0  # seconds
 LOG_STEPS = 25
 FINISH_ROWS, FINISH_WARM, FINISH_BIAS_RATE = 2, 20, 5e-4
 
 
 class Clock:
-    """Training time that survives a restart."""
+    """Training time; a restart goes on from `spent`, and a pause of the process does not count."""
 
     def __init__(self, minutes: float, spent: float = 0.0) -> None:
-        self.limit, self.spent, self.since = minutes * 60, spent, time.monotonic()
+        self.limit, self.spent, self.last = minutes * 60, spent, time.monotonic()
 
     def seconds(self) -> float:
-        return self.spent + time.monotonic() - self.since
+        now = time.monotonic()
+        self.spent += min(now - self.last, LONGEST_STEP)
+        self.last = now
+        return self.spent
 
     def fraction(self) -> float:
         return min(1.0, self.seconds() / self.limit)
