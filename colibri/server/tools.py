@@ -114,7 +114,7 @@ class ToolParser:
         return [Event(SAID, kept)] if kept else []
 
     def _begin(self) -> list[Event]:
-        self._space, self._state, self._name, self._raw = "", "name", "", OPEN
+        self._state, self._name, self._raw = "name", "", OPEN
         return []
 
     def _give_up(self) -> list[Event]:
@@ -139,7 +139,7 @@ class ToolParser:
 
     def _announce(self) -> list[Event]:
         self._name = self._name.strip()
-        self._given, self._state = [], "between"
+        self._given, self._state, self._space = [], "between", ""
         self.calls += 1
         return [Event(CALLED, self._name, self.calls - 1, f"call_{secrets.token_hex(12)}")]
 
