@@ -72,10 +72,11 @@ class Mean:
         self.total = self.total * self.keep + value
         self.weight = self.weight * self.keep + 1.0
 
-    def age(self) -> None:
-        """Time passed without a value: it is trusted less."""
-        self.total *= self.keep
-        self.weight *= self.keep
+    def age(self, values: int) -> None:
+        """So many values went elsewhere meanwhile: what is known is trusted less."""
+        keep = self.keep**values
+        self.total *= keep
+        self.weight *= keep
 
     def value(self, otherwise: float) -> float:
         """The mean, or `otherwise` before the first value."""
@@ -94,7 +95,9 @@ class MeasuredCosts:
     CHEAPER = 0.7  # a further draft, in first drafts, before one was measured
 
     def __init__(self) -> None:
-        self._pass: list[Mean] = []
+        self._pass: list[Mean] = []  # by rows, from 1
+        self._last: list[int] = []  # passes made when each mean was brought up to date
+        self._passes = 0
         self._absorb, self._draft = Mean(self.MEMORY), Mean(self.MEMORY)
 
     def begin(self) -> None:
@@ -116,28 +119,39 @@ class MeasuredCosts:
 
     def record(self, laps: Sequence[Lap]) -> None:
         """A step's first draft is its last absorb before the pass: older ones are keys only."""
-        absorbed = None
+        absorbed = 0.0
         for name, rows, seconds in laps:
-            if name == ABSORB:
+            if name == PLAIN:
+                self._passed(1, seconds)
+            elif name == ABSORB:
                 absorbed = seconds
             elif name == DRAFT:
                 self._draft.add(seconds)
-            elif name in (VERIFY, PLAIN):
+            elif name == VERIFY:
                 self._passed(rows, seconds)
-        if absorbed is not None and any(lap[0] == VERIFY for lap in laps):
-            self._absorb.add(absorbed)
+                if absorbed:
+                    self._absorb.add(absorbed)
 
     def _passed(self, rows: int, seconds: float) -> None:
         while len(self._pass) < rows:
             self._pass.append(Mean(self.MEMORY))
-        for n, mean in enumerate(self._pass, 1):
-            if n == rows:
-                mean.add(seconds)
-            else:
-                mean.age()
+            self._last.append(self._passes)
+        mean = self._pass[rows - 1]
+        if self._last[rows - 1] != self._passes:
+            mean.age(self._passes - self._last[rows - 1])
+        mean.add(seconds)
+        self._passes += 1
+        self._last[rows - 1] = self._passes
+
+    def _up_to_date(self) -> None:
+        for n, mean in enumerate(self._pass):
+            if self._last[n] != self._passes:
+                mean.age(self._passes - self._last[n])
+                self._last[n] = self._passes
 
     def passes(self, rows: int) -> list[float]:
         """Each depth's own mean, drawn towards the line where it is not well known."""
+        self._up_to_date()
         base, slope = self._line()
         costs, least = [], 0.0
         for n in range(1, rows + 1):

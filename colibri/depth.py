@@ -176,7 +176,7 @@ class Controller:
     made and verified now and then, ever more rarely, because texts and machines change.
     """
 
-    REFRESH = 4  # steps between two recomputations of the thresholds
+    REFRESH, REST = 4, 32  # steps between recomputations of the thresholds; while waiting
     PROBE_FIRST, PROBE_LAST = 16, 128  # plain tokens before drafting is tried again, doubling
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
@@ -259,7 +259,7 @@ class Controller:
             self._drafted = 0
         self._idle += accepted + 1
         self._steps += 1
-        if self._probing or self._steps % self.REFRESH == 0 or self._steps < 2 * self.cap:
+        if self._due():
             self._refresh()
         if self._probing:
             self._idle = 0
@@ -267,6 +267,10 @@ class Controller:
             self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
         elif self._pays:
             self._idle, self._probe = 0, self.PROBE_FIRST
+
+    def _due(self) -> bool:
+        every = self.REFRESH if self._pays else self.REST
+        return self._probing or self._steps % every == 0 or self._steps < 2 * self.cap
 
     def _refresh(self) -> None:
         """Thresholds on the survival chance: `_make[i]` to make draft i, `_worth[i]` to keep it."""
