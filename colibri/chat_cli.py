@@ -50,7 +50,7 @@ def chat(settings: Settings, session: str | None) -> int:
 
     terminal = Terminal.of(settings.screen, settings.quiet)
     model_directory(settings)  # a wrong one is told first
-    state = State(settings.state, lambda text: terminal.warn(f"colibri: warning: {text}"))
+    state = State(settings.state, terminal.warning)
     lines = lines_of(terminal, state)
     try:
         engine = Engine.open(settings, terminal.progress)

@@ -247,7 +247,7 @@ class Repl:
         try:
             ready = place.restore(session)
         except DamagedRows as error:
-            self.terminal.note(f"colibri: warning: {error}; its tokens are read again")
+            self.terminal.warning(f"{error}; its tokens are read again")
             ready = 0
         for name in ("system", "thinking", "effort"):
             if name in given:

@@ -1,0 +1,307 @@
+"""Readiness in ten lines: what a model needs of a machine, and what to do where it is not there.
+
+Every check is independent: what is broken is told, and the others still speak. So nothing of the
+core or of NumPy is imported before its own check does.
+"""
+
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from colibri import memory
+from colibri.errors import ColibriError
+from colibri.knobs import Settings
+from colibri.memory import gigabytes
+
+OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
+SLOW_DISK = 1e9  # bytes a second below which streaming is told to be slow
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "afs", "glusterfs"}
+_SPARE_FILES = 64  # descriptors beside the shards
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: a name, how it stands, what was found, and what to do about it."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+class Doctor:
+    """Looks at one machine and one model directory; `root` is where /proc and /sys are."""
+
+    def __init__(self, settings: Settings, root: Path = Path("/")) -> None:
+        self.settings = settings
+        self.root = root
+        self.directory: Path | None = None
+        self.container: Any = None
+
+    def examine(self) -> list[Finding]:
+        """Ten findings, in an order in which each may rest on those before it."""
+        checks: list[tuple[str, Callable[[], Finding]]] = [
+            ("core", self.core),
+            ("processor", self.processor),
+            ("memory", self.memory),
+            ("speed", self.speed),
+            ("model", self.model),
+            ("fit", self.fit),
+            ("files", self.files),
+            ("disk", self.disk),
+            ("state", self.state),
+            ("limits", self.limits),
+        ]
+        return [_guarded(name, check) for name, check in checks]
+
+    # ---- this installation ------------------------------------------------------------------
+
+    def core(self) -> Finding:
+        """The compiled core is there, and computes what it should."""
+        try:
+            from colibri.selftest import agree
+        except ImportError as why:
+            return Finding(
+                "core", FAIL, f"the compiled core cannot be loaded: {why}",
+                "install it again where a C compiler is: pip install --force-reinstall .",
+            )  # fmt: skip
+        wrong = agree()
+        if wrong:
+            return Finding(
+                "core", FAIL, f"{wrong} kernels give other bits than the plain C reference",
+                "set COLIBRI_ISA=scalar, and report this with the processor's name",
+            )  # fmt: skip
+        version = ".".join(map(str, sys.version_info[:3]))
+        return Finding("core", OK, f"compiled, loaded into Python {version}, and exact")
+
+    def processor(self) -> Finding:
+        """Which kernels run, on how many cores."""
+        from colibri.machine import describe
+        from colibri.model import available_isas
+
+        isa = self.settings.isa or available_isas()[-1]
+        cores, name = memory.physical_cores(self.root), describe()["processor"]
+        threads = self.settings.threads or cores
+        found = f"{name}: {isa} kernels, {_plural(threads, 'thread')} on {_plural(cores, 'core')}"
+        if isa == "scalar":
+            remedy = "right but slow: this needs AVX2 (x86-64 since 2013) or NEON"
+            return Finding("processor", WARN, found, remedy)
+        if threads > cores:
+            remedy = f"more threads than cores wait for each other: use --threads {cores}"
+            return Finding("processor", WARN, found, remedy)
+        return Finding("processor", OK, found)
+
+    def memory(self) -> Finding:
+        """What may be used, and which limit says so."""
+        found = memory.budget(self.settings.ram, self.root)
+        text = f"{gigabytes(found.bytes)} may be used ({found.source})"
+        free = memory.available(self.root)
+        if found.bytes > free.available:
+            remedy = f"only {gigabytes(free.available)} are free ({free.source}); lower --ram"
+            return Finding("memory", FAIL, text, remedy)
+        return Finding("memory", OK, text)
+
+    def speed(self) -> Finding:
+        """How fast memory is read."""
+        from colibri.machine import MEMORY_BYTES, read_bandwidth
+
+        threads = self.settings.threads or memory.physical_cores(self.root)
+        rate = read_bandwidth(threads, 0.2, MEMORY_BYTES // 4)
+        text = f"memory reads {rate / 1e9:.3g} GB/s with {_plural(threads, 'thread')}"
+        return Finding("speed", OK, text)
+
+    # ---- the model --------------------------------------------------------------------------
+
+    def model(self) -> Finding:
+        """The directory is a whole container with a tokenizer."""
+        from colibri.container import Container
+        from colibri.engine import model_directory
+        from colibri.tokenizer import Tokenizer
+
+        self.directory = model_directory(self.settings)
+        self.container = container = Container.open(self.directory)
+        Tokenizer.load(self.directory)
+        size = sum(shard.size for shard in container.shards)
+        text = f"{self.directory}: whole, {_plural(len(container.shards), 'file')}, {_size(size)}"
+        if container.notes:
+            return Finding("model", WARN, f"{text}; {container.notes[0]}", "colibri info says more")
+        return Finding("model", OK, text)
+
+    def fit(self) -> Finding:
+        """How much of it stays in memory."""
+        from colibri.forecast import Forecaster
+        from colibri.probe import Speeds
+        from colibri.shapes import of_container
+
+        if self.container is None:
+            return _skipped("fit")
+        shape = of_container(self.container, self.settings.mtp and self.settings.draft != 0)
+        forecaster = Forecaster(shape, Speeds(1, 1e10, 1e9))
+        budget = memory.budget(self.settings.ram, self.root).bytes
+        context = forecaster.context(budget, self.settings.context)
+        here = forecaster.forecast(budget, min(4096, context), context, self.settings.io)
+        experts = shape.config.n_routed_experts
+        used = shape.config.num_experts_per_tok
+        kept = f"{here.slots:.0f} of {experts} experts a layer" if here.hits < 1 else "all experts"
+        text = f"dense weights, a context of {context} tokens and {kept} fit"
+        if here.slots < used:
+            remedy = f"a token needs {used} a layer, so all are read again: give more memory"
+            return Finding("fit", WARN, text, remedy)
+        return Finding("fit", OK, text)
+
+    def files(self) -> Finding:
+        """Where the files lie, and that they can be read."""
+        if self.container is None:
+            return _skipped("files")
+        locked = [s.path for s in self.container.shards if not os.access(s.path, os.R_OK)]
+        if locked:
+            remedy = f"chmod u+r {locked[0]}"
+            return Finding("files", FAIL, f"{_plural(len(locked), 'file')} cannot be read", remedy)
+        path = self.container.shards[0].path
+        kind, device = _mount_of(path.resolve(), self.root)
+        text = f"on {kind or 'an unknown file system'}" + (f" ({device})" if device else "")
+        if kind in _NETWORK:
+            return Finding(
+                "files", WARN, f"{text}: across a network",
+                "experts are read all the time: copy the model to a disk of this machine",
+            )  # fmt: skip
+        return Finding("files", OK, text)
+
+    def disk(self) -> Finding:
+        """How fast expert records are read."""
+        from colibri.probe import disk_of
+        from colibri.shapes import of_container
+
+        if self.container is None:
+            return _skipped("disk")
+        shape = of_container(self.container, mtp=False)
+        rate = disk_of(self.container, shape.expert.total, 64 << 20)
+        text = f"reads expert records at {rate / 1e9:.3g} GB/s"
+        small = shape.files < 1 << 30
+        if rate < SLOW_DISK and not small:
+            token = shape.sparse_layers * shape.config.num_experts_per_tok * shape.expert.total
+            text += f": {token / rate:.0f} s for a token whose experts are not in memory"
+            kind = (
+                "an SSD" if _rotates(self.container.shards[0].path, self.root) else "a faster one"
+            )
+            return Finding("disk", WARN, text, f"copy the model to {kind}")
+        return Finding("disk", OK, text + (", of which so small a model needs none" * small))
+
+    # ---- what surrounds it ------------------------------------------------------------------
+
+    def state(self) -> Finding:
+        """Whether anything can be kept."""
+        if self.settings.state is None:
+            remedy = "set COLIBRI_STATE to a directory to save conversations"
+            return Finding("state", WARN, "nothing is kept (there is no state directory)", remedy)
+        path = Path(self.settings.state).expanduser()
+        there = next(p for p in (path, *path.parents) if p.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            remedy = f"make {there} writable, or set COLIBRI_STATE to another directory"
+            return Finding("state", WARN, f"{path}: cannot be written", remedy)
+        return Finding("state", OK, f"{path}: can be written")
+
+    def limits(self) -> Finding:
+        """Limits of the system that stand in the way."""
+        problems = list(self._limits())
+        if problems:
+            found = "; ".join(text for text, _ in problems)
+            return Finding("limits", WARN, found, "; ".join(remedy for _, remedy in problems))
+        return Finding("limits", OK, "open files, address space and io_uring are as needed")
+
+    def _limits(self) -> Iterator[tuple[str, str]]:
+        shards = len(self.container.shards) if self.container else 1
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY and files < shards + _SPARE_FILES:
+            yield f"{files} open files are allowed", f"ulimit -n {shards + _SPARE_FILES}"
+        space, _ = resource.getrlimit(resource.RLIMIT_AS)
+        need = sum(shard.size for shard in self.container.shards) if self.container else 0
+        if space != resource.RLIM_INFINITY and space < 2 * need:
+            yield f"the address space is limited to {gigabytes(space)}", "ulimit -v unlimited"
+        disabled = _text(self.root / "proc/sys/kernel/io_uring_disabled").strip()
+        if disabled not in ("", "0"):
+            yield "io_uring is switched off", "sysctl kernel.io_uring_disabled=0 reads faster"
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    """What a check found, or the error that it met."""
+    try:
+        return check()
+    except ColibriError as error:
+        text, *remedy = re.split(r"; |\. ", str(error), maxsplit=1)
+        return Finding(name, FAIL, text, "".join(remedy) or "colibri info says more")
+    except ImportError as error:
+        return Finding(name, FAIL, f"not examined: {error}", "see core")
+    except (OSError, MemoryError) as error:
+        return Finding(name, FAIL, str(error) or "out of memory", "see the system's log")
+
+
+def _skipped(name: str) -> Finding:
+    return Finding(name, SKIP, "not examined: there is no model to look at")
+
+
+# ---- the machine's files ------------------------------------------------------------------------
+
+
+def _mount_of(path: Path, root: Path) -> tuple[str, str]:
+    """(file system, device) of the mount that a path lies on; empty where it is not known."""
+    best, found = -1, ("", "")
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(), right.split()
+        if len(fields) < 5 or len(tail) < 2:
+            continue
+        point = Path(fields[4].replace("\\040", " "))
+        if (path == point or point in path.parents) and len(point.parts) >= best:
+            best, found = len(point.parts), (tail[0], tail[1])
+    return found
+
+
+def _rotates(path: Path, root: Path) -> bool:
+    """Whether a file lies on a disk that turns."""
+    device = path.stat().st_dev
+    block = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for place in (block, block / ".."):  # a partition has it one above
+        text = _text(place / "queue/rotational").strip()
+        if text:
+            return text == "1"
+    return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ---- as people read it --------------------------------------------------------------------------
+
+
+def render(findings: Iterable[Finding]) -> str:
+    """A line a finding, and one more for each remedy."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<4}  {finding.name:<9}  {finding.found}")
+        if finding.remedy and finding.status != OK:
+            lines.append(f"{'':<17}-> {finding.remedy}")
+    return "\n".join(lines)
+
+
+def as_object(findings: Iterable[Finding]) -> dict[str, Any]:
+    """For JSON."""
+    found = [asdict(finding) for finding in findings]
+    return {"ready": all(f["status"] != FAIL for f in found), "findings": found}
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.4g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.4g} MB"
