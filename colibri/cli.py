@@ -26,7 +26,7 @@ RUN_GROUPS = (
     knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
 )  # fmt: skip
 _SHORT = {"max_tokens": "-n"}
-_ELSEWHERE = {"chat": "chat_cli", "plan": "plan_cli"}  # their modules
+_ELSEWHERE = {"chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli"}  # their modules
 
 
 class Group(click.Group):

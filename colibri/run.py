@@ -10,6 +10,8 @@ from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
+from colibri.resident import Resident
+from colibri.state import State
 from colibri.terminal import Terminal, is_terminal
 from colibri.turn import Turn
 
@@ -27,6 +29,9 @@ def run_prompt(
     text = read_prompt(prompt, prompt_file, settings.raw)
     try:
         engine = Engine.open(settings, terminal.progress)
+        resident = Resident(engine, State(settings.state, terminal.warning))
+        if settings.warm:
+            resident.fill(terminal.progress)
         turn = engine.answer(_prompt(engine, text), progress=terminal.progress)
     finally:
         terminal.clear()
@@ -40,6 +45,7 @@ def run_prompt(
     if as_json:
         terminal.write(as_object(turn) + "\n")
     _print_receipt(terminal, settings, turn, as_json)
+    resident.save()
     interrupted = turn.finish_reason == stats.INTERRUPTED
     return Exit.INTERRUPTED if interrupted else Exit.OK
 

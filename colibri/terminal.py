@@ -108,6 +108,10 @@ class Terminal:
         self.err.write(text + "\n")
         self.err.flush()
 
+    def warning(self, text: str) -> None:
+        """What is not as it should be, and stops nobody."""
+        self.warn(f"colibri: warning: {text}")
+
     def aside(self, text: str) -> None:
         """A note that keeps in the background: dimmed where a person watches."""
         text = "\n".join(textwrap.fill(line, self.width - 1) for line in text.split("\n"))
