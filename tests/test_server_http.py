@@ -222,7 +222,7 @@ def test_what_is_no_http(server, data):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             answer = sock.recv(4096)
-        except (ConnectionError, TimeoutError):
+        except OSError:
             answer = b""
     assert not answer or answer.split()[1].startswith(b"4")
 
@@ -458,11 +458,14 @@ def test_state(server):
     """What the page draws: receipts of turns, and the layers' experts."""
     server.get("/debug/state")
     server.chat()
-    wait_for(lambda: server.get("/debug/state").json["turns"])
-    wait_for(lambda: server.get("/debug/state").json["turns"][0]["answer_tokens"] > 50)
-    state = server.get("/debug/state").json
-    turn = state["turns"][0]
-    assert not turn["running"] and turn["answer_tokens_per_second"] > 0
+
+    def ended() -> dict | None:
+        turns = server.get("/debug/state").json["turns"]
+        return next((t for t in turns[:1] if not t["running"] and t["answer_tokens"] > 50), None)
+
+    wait_for(ended)
+    state, turn = server.get("/debug/state").json, ended()
+    assert turn["answer_tokens_per_second"] > 0
     assert sum(turn["segments"].values()) > 0 and turn["experts"]["used"] > 0
     rows = state["residency"]["rows"]
     assert len(rows) == 6 and all(len(row) == 32 for row in rows)
