@@ -142,7 +142,7 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
                    _mm256_cvtepi32_ps(byte_dot(w.high, q + 32))};
 }
 
-#define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: sixteen registers */
+#define TILE_WIDE 1, 1, 1, 1 /* one stream of weights: the hardware follows it best */
 
 #include "tiles.h"
 

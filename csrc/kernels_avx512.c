@@ -94,7 +94,7 @@ static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, 
         _mm512_dpbusd_epi32(_mm512_loadu_si512(start), w, _mm512_loadu_si512(q)));
 }
 
-#define TILE_WIDE 4, 4, 2, 2 /* outputs of a tile at 1, 2, 3 and 4 rows */
+#define TILE_WIDE 1, 1, 1, 1 /* one stream of weights: the hardware follows it best */
 
 #include "tiles.h"
 

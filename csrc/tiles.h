@@ -20,6 +20,12 @@ enum {
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
 };
 
+/* Rows are read one after the other, so what comes next is known long before it is needed: two
+   kilobytes are the time memory takes. Past the end of a matrix the hint is ignored. */
+CLB_INLINE void prefetch_weights(const uint8_t *p) {
+    __builtin_prefetch((const void *)((uintptr_t)p + 2048), 0, 3);
+}
+
 typedef struct tile { /* outputs from o on, rows from r on */
     const clb_matrix *w;
     const clb_acts *x;
@@ -32,7 +38,6 @@ typedef struct tile { /* outputs from o on, rows from r on */
 
 typedef struct run { /* up to CHUNK blocks: where their bytes begin, and their scales */
     const uint8_t *bytes[SIDE]; /* [output] */
-    uintptr_t ahead;            /* prefetch distance */
     const int8_t *q[SIDE];      /* [row] */
     const int32_t *start[SIDE];
     const float *scale[SIDE];
@@ -82,18 +87,11 @@ static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run 
         load_scales(t->w, t->o + i, first, groups + CLB_LANES, at->group[i]);
 }
 
-/* Short rows end before the processor has seen a pattern: ask for the next tile's. */
-CLB_INLINE uintptr_t bytes_ahead(int64_t row_bytes, int outputs) {
-    int64_t next_tile = row_bytes * outputs;
-    return (uintptr_t)(next_tile <= 32 << 10 ? next_tile : 4 << 10);
-}
-
 /* Makes the run at block b ready and returns its length. */
 CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, int rows, run *at) {
     const int64_t size = clb_block_bytes(t->w->format), row_bytes = t->w->row_bytes;
     const int64_t whole = row_bytes / size; /* blocks whose every byte is there */
     int64_t end = b < whole ? whole : t->x->blocks, n = end - b < CHUNK ? end - b : CHUNK;
-    at->ahead = bytes_ahead(row_bytes, outputs);
     for (int i = 0; i < outputs; i++) {
         at->bytes[i] = t->w->data + (t->o + i) * row_bytes + b * size;
         if (b == whole) {
@@ -148,7 +146,7 @@ CLB_INLINE void spread_step(const run *at, int64_t k, int32_t format, int output
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
         const uint8_t *p = at->bytes[i] + k * clb_block_bytes(format);
-        __builtin_prefetch((const void *)((uintptr_t)p + at->ahead), 0, 2);
+        prefetch_weights(p);
         w[i] = load_block(format, p);
     }
     CLB_UNROLL
@@ -181,29 +179,36 @@ CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows
 
 /* ---- quantised weights, one scale a block ------------------------------------------------------ */
 
+/* out[k] = of * x[k]: a weight scale that covers several blocks. */
+CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
+    int64_t k = 0;
+    for (; k + CLB_LANES <= n; k += CLB_LANES)
+        lanes_store(out + k, lanes_mul(lanes_splat(&of), lanes_load(x + k)));
+    for (; k < n; k++)
+        out[k] = of * x[k];
+}
+
 /* scale[j][k]: output t->o + i's weight scale times row t->r + j's activation scale, blocks
    [b, b + n). */
 CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int half, int rows,
                              float scale[SIDE][CHUNK]) {
     const clb_matrix *w = t->w;
     const float *x = t->x->scale + t->r * t->x->blocks + b;
-    int64_t per = w->group / CLB_BLOCK, at = (t->o + i) * w->row_scales + (per ? b / per : 0);
-    const uint8_t *p = w->scales + at * (half ? 2 : 4);
-    int64_t k = 0;
+    int64_t per = w->group / CLB_BLOCK, at = (t->o + i) * w->row_scales + (per > 1 ? b / per : 0);
+    const uint8_t *p = w->scales + (per == 1 ? at + b : at) * (half ? 2 : 4);
+    int64_t k = 0, left = per > 1 ? per - b % per : per ? 1 : n;
     for (; per == 1 && k + CLB_LANES <= n; k += CLB_LANES, p += CLB_LANES * (half ? 2 : 4)) {
         lanes of = half ? lanes_load_f16(p) : lanes_load_f32(p);
         CLB_UNROLL
         for (int j = 0; j < rows; j++)
             lanes_store(scale[j] + k, lanes_mul(of, lanes_load(x + j * t->x->blocks + k)));
     }
-    for (int64_t left = per ? per - b % per : INT64_MAX; k < n; left = per) {
+    for (int64_t count; k < n; k += count, left = per, p += half ? 2 : 4) {
         float of = half ? CLB_F16_ONE(clb_load_u16(p)) : clb_load_f32(p);
-        for (; k < n && left > 0; k++, left--) {
-            CLB_UNROLL
-            for (int j = 0; j < rows; j++)
-                scale[j][k] = of * x[j * t->x->blocks + k];
-        }
-        p += half ? 2 : 4;
+        count = left < n - k ? left : n - k;
+        CLB_UNROLL
+        for (int j = 0; j < rows; j++)
+            same_scale(of, x + j * t->x->blocks + k, count, scale[j] + k);
     }
 }
 
@@ -214,12 +219,11 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t row_byt
     const int64_t size = clb_block_bytes(format), blocks = t->x->blocks;
     const int8_t *q = t->x->q + (t->r * blocks + b) * CLB_BLOCK;
     const int32_t *start = t->x->start + (t->r * blocks + b) * CLB_LANES;
-    const uintptr_t ahead = bytes_ahead(t->w->row_bytes, outputs);
     for (int64_t k = 0; k < n; k++) {
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
             const uint8_t *p = bytes + i * row_bytes + k * size;
-            __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
+            prefetch_weights(p);
             packed w = load_block(format, p);
             CLB_UNROLL
             for (int j = 0; j < rows; j++) {
@@ -285,7 +289,6 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
     const int64_t row_bytes = t->w->row_bytes, stride = t->x->x_stride;
     const uint8_t *data = t->w->data + t->o * row_bytes;
     const float *x = t->x->x + t->r * stride;
-    const uintptr_t ahead = bytes_ahead(row_bytes, outputs);
     lanes acc[SIDE * SIDE];
     int64_t c = 0;
     CLB_UNROLL
@@ -296,7 +299,7 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
         for (int i = 0; i < outputs; i++) {
             const uint8_t *p = data + i * row_bytes + c * size;
             lanes w = load_weights(format, p);
-            __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
+            prefetch_weights(p);
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
                 acc[i * rows + j] = lanes_fma(w, lanes_load(x + j * stride + c),
@@ -359,6 +362,8 @@ CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format
     }
 }
 
+#define SPREAD_WIDE 4, 2, 1, 1 /* outputs share the work of spreading scales over lanes */
+
 #define CLB_LINEAR(name, format, spread, ...)                                                      \
     static void name(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,          \
                      float *y, int64_t y_stride) {                                                 \
@@ -370,9 +375,9 @@ CLB_LINEAR(linear_f32, CLB_F32, 0, TILE_WIDE)
 CLB_LINEAR(linear_bf16, CLB_BF16, 0, TILE_WIDE)
 CLB_LINEAR(linear_f16, CLB_F16, 0, 1, 1, 1, 1)
 CLB_LINEAR(int8_block, CLB_INT8, 0, TILE_WIDE)
-CLB_LINEAR(int8_spread, CLB_INT8, 1, 4, 1, 1, 1)
+CLB_LINEAR(int8_spread, CLB_INT8, 1, SPREAD_WIDE)
 CLB_LINEAR(int4_block, CLB_INT4, 0, TILE_WIDE)
-CLB_LINEAR(int4_spread, CLB_INT4, 1, TILE_WIDE)
+CLB_LINEAR(int4_spread, CLB_INT4, 1, SPREAD_WIDE)
 CLB_LINEAR(linear_int3, CLB_INT3, 0, 1, 1, 1, 1)
 CLB_LINEAR(linear_int2, CLB_INT2, 0, 1, 1, 1, 1)
 
