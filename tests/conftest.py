@@ -48,6 +48,9 @@ def demo_tokenizer(demo_path: Path) -> Tokenizer:
     return Tokenizer.load(demo_path)
 
 
+QUIET = {"COLIBRI_THREADS": "1", "COLIBRI_STATE": "off"}  # nothing is left in anybody's home
+
+
 class Result(NamedTuple):
     """What a command left behind."""
 
@@ -70,7 +73,7 @@ class Command:
         """Run it; stdin is a pipe with these bytes, env is set for this run alone."""
         with self._patch.context() as patch:
             patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-            for name, value in {"COLIBRI_THREADS": "1", **(env or {})}.items():
+            for name, value in {**QUIET, **(env or {})}.items():
                 patch.setenv(name, value)
             self._capture.readouterr()
             status = cli.main(list(arguments))
