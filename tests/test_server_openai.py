@@ -1,0 +1,282 @@
+"""The official `openai` client against the server, a coding agent's long request included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import STORY, Serving, copy_model, offline, open_engine, serving
+
+from colibri import turn as turns
+from colibri.server import tools
+
+MODEL = "colibri-demo"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name} something, with care and attention. " * 4,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "path": {"type": "string", "description": "Where."},
+                    "text": {"type": "string"},
+                    "line": {"type": "integer"},
+                },
+                "required": ["path"],
+            },
+            "strict": True,
+        },
+    }
+    for name in ("read_file", "write_file", "edit_file", "list_files", "search", "run")
+]
+
+
+@pytest.fixture(scope="module")
+def agent(demo_path, tmp_path_factory) -> Iterator[Serving]:
+    """The demo with room for 16,384 tokens and GLM-5.2's own template, which shows tools."""
+    target = tmp_path_factory.mktemp("agent") / "model"
+    kinds = ["full", *["shared"] * 5]  # one indexer and few keys: a long prompt in seconds
+    copy_model(demo_path, target, max_position_embeddings=16384, index_topk=64, indexer_types=kinds)
+    (target / "chat_template.jinja").unlink()
+    (target / "tokenizer_config.json").unlink()
+    engine = open_engine(model=str(target), conversations="2", model_id=MODEL)
+    with serving(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(agent) -> openai.OpenAI:
+    """The client, as anyone sets it up."""
+    return openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def said(part: Any) -> str:
+    """Reasoning and content of a message or a delta."""
+    return (getattr(part, "reasoning_content", None) or "") + (part.content or "")
+
+
+@contextmanager
+def scripted(monkeypatch: pytest.MonkeyPatch, serving: Serving, text: str) -> Iterator[None]:
+    """Let the model write this, tags as tokens where there are such, in blocks of three."""
+    ids = serving.engine.tokenizer.encode_template(text)
+
+    def script(session, logits, *_: object, **__: object):
+        for at in range(0, len(ids), 3):
+            yield ids[at : at + 3]
+        return "stop"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "spec_decode", script)
+        yield
+
+
+def history(repeat: int) -> list[dict]:
+    """A coding agent's conversation: instructions, files read, edits made."""
+    code = Path(turns.__file__).read_text()[:6100]
+    messages: list[dict] = [
+        {"role": "system", "content": "You are a coding agent. Use the tools."},
+        {"role": "user", "content": [{"type": "text", "text": "Make the tests pass."}]},
+    ]
+    for i in range(repeat):
+        arguments = json.dumps({"path": f"src/turn{i}.py", "line": i})
+        call = {
+            "id": f"call_{i}", "type": "function",
+            "function": {"name": "read_file", "arguments": arguments},
+        }  # fmt: skip
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{i}", "content": code})
+    return messages
+
+
+def test_chat(agent, client):
+    """Messages in, text out, streamed and not; the model list names what to ask for."""
+    assert [m.id for m in client.models.list()] == [MODEL]
+    whole = client.chat.completions.create(
+        model=MODEL, messages=STORY, temperature=0, max_tokens=40, extra_body={"top_k": 0}
+    )
+    text = offline(agent.engine, STORY, 40)
+    assert said(whole.choices[0].message) == text
+    assert whole.usage.completion_tokens == 40
+    stream = client.chat.completions.create(
+        model=MODEL, messages=STORY, temperature=0, max_tokens=40, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    *chunks, last = list(stream)
+    assert "".join(said(c.choices[0].delta) for c in chunks) == text
+    assert last.usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("thinking", [True, False, None])
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_apart(agent, client, monkeypatch, thinking, stream):
+    """With thinking on the answer begins as reasoning, with it off as content (B-6 72)."""
+    closed = "" if thinking is False else "Let me see.</think>"
+    body = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    with scripted(monkeypatch, agent, closed + "Hello."):
+        result = client.chat.completions.create(
+            model=MODEL, messages=STORY, stream=stream, extra_body=body
+        )
+        parts = [c.choices[0].delta for c in result] if stream else [result.choices[0].message]
+    reasoning = "".join(getattr(p, "reasoning_content", None) or "" for p in parts)
+    assert "".join(p.content or "" for p in parts) == "Hello."
+    assert reasoning == ("" if thinking is False else "Let me see.")
+
+
+def test_agent_request(agent, client):
+    """12,000 tokens of instructions, tools, calls and results: read, answered, read again fast."""
+    messages = history(4)
+    asked = {"model": MODEL, "messages": messages, "tools": TOOLS, "tool_choice": "auto",
+             "parallel_tool_calls": True, "temperature": 0, "max_tokens": 24}  # fmt: skip
+    first = client.chat.completions.create(**asked)
+    assert 12_000 < first.usage.prompt_tokens < 13_000 and first.usage.completion_tokens > 0
+    again = client.chat.completions.create(**asked, stream=True)
+    text = "".join(said(c.choices[0].delta) for c in again)
+    assert text == said(first.choices[0].message)
+    follow = [*messages, {"role": "assistant", "content": "Done."}, *STORY]
+    third = client.chat.completions.create(**(asked | {"messages": follow, "max_tokens": 1}))
+    assert third.usage.prompt_tokens_details.cached_tokens > 12_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls(agent, client, monkeypatch, stream):
+    """Content, then two calls with text and numbers as arguments, and back into the history."""
+    written = "".join(
+        f"{tools.OPEN}{name}{tools.KEY}path{tools.KEY_END}{tools.VALUE}a {name}.py{tools.VALUE_END}"
+        f"{tools.KEY}line{tools.KEY_END}{tools.VALUE}7{tools.VALUE_END}{tools.CLOSE}"
+        for name in ("read_file", "search")
+    )
+    asked = {"model": MODEL, "messages": STORY, "tools": TOOLS}
+    with scripted(monkeypatch, agent, f"Hm.</think>I look.\n{written}"):
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**asked).choices[0]
+    message = choice.message
+    assert (message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    assert [c.function.name for c in message.tool_calls] == ["read_file", "search"]
+    for call in message.tool_calls:
+        wanted = {"path": f"a {call.function.name}.py", "line": 7}
+        assert json.loads(call.function.arguments) == wanted and call.type == "function"
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "ok"} for c in message.tool_calls]
+    answer = message.model_dump(exclude={"parsed"})
+    for call in answer["tool_calls"]:
+        call["function"].pop("parsed_arguments", None)
+    client.chat.completions.create(
+        **(asked | {"messages": [*STORY, answer, *results], "max_tokens": 1})
+    )
+
+
+def test_one_call_at_a_time(agent, client, monkeypatch):
+    """parallel_tool_calls false ends the answer with its first call."""
+    two = f"{tools.OPEN}run{tools.CLOSE}" * 2
+    with scripted(monkeypatch, agent, f"</think>{two}"):
+        result = client.chat.completions.create(
+            model=MODEL, messages=STORY, tools=TOOLS, parallel_tool_calls=False
+        )
+    assert len(result.choices[0].message.tool_calls) == 1
+    assert result.choices[0].finish_reason == "tool_calls"
+
+
+def test_call_cut_off(agent, client, monkeypatch):
+    """A call that breaks off is shown as it was written, not dropped (B-6 71)."""
+    cut = f"{tools.OPEN}write_file{tools.KEY}text{tools.KEY_END}{tools.VALUE}half"
+    with scripted(monkeypatch, agent, "</think>" + cut):
+        result = client.chat.completions.create(model=MODEL, messages=STORY, tools=TOOLS)
+    message = result.choices[0].message
+    assert (message.content, message.tool_calls) == (cut, None)
+
+
+def test_forced_call(agent, client, monkeypatch):
+    """A call that must be made is begun in the prompt; its name is the one asked for."""
+    seen = []
+    real = agent.engine.answer
+    monkeypatch.setattr(agent.engine, "answer", lambda p, *a: seen.append(p) or real(p, *a))
+    rest = f"{tools.KEY}path{tools.KEY_END}{tools.VALUE}x{tools.VALUE_END}{tools.CLOSE}"
+    choice = {"type": "function", "function": {"name": "search"}}
+    with scripted(monkeypatch, agent, rest):
+        result = client.chat.completions.create(
+            model=MODEL, messages=STORY, tools=TOOLS, tool_choice=choice
+        )
+    (call,) = result.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("search", '{"path": "x"}')
+    tokenizer = agent.engine.tokenizer
+    end = tokenizer.encode_template("<think></think><tool_call>") + tokenizer.encode("search")
+    assert seen[0].ids[-len(end) :] == end
+
+
+def test_characters_over_tokens(agent, client, monkeypatch):
+    """A character split over tokens arrives whole, in content and in arguments (B-1 1, 5)."""
+    written = f"{tools.OPEN}run{tools.KEY}path{tools.KEY_END}{tools.VALUE}北🦊{tools.VALUE_END}"
+    with scripted(monkeypatch, agent, f"</think>ď🦊 {written}{tools.CLOSE}"):
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL, messages=STORY, tools=TOOLS, stream=True, extra_body={"min_p": 0}
+            )
+        )
+    deltas = [c.choices[0].delta for c in chunks]
+    assert "".join(d.content or "" for d in deltas) == "ď🦊"
+    calls = [t.function.arguments or "" for d in deltas for t in d.tool_calls or []]
+    assert json.loads("".join(calls)) == {"path": "北🦊"}
+    assert not any("�" in (d.content or "") for d in deltas)
+
+
+def test_half_a_character_at_the_limit(agent, client, monkeypatch):
+    """max_tokens inside a character: 200, valid JSON, a replacement character (B-1 3)."""
+    half = agent.engine.tokenizer.encode("🦊")[:1]
+    monkeypatch.setattr(turns, "spec_decode", lambda *a, **k: _yield(half))
+    result = client.completions.create(model=MODEL, prompt="x", max_tokens=1)
+    assert result.choices[0].text == "�" and result.choices[0].finish_reason == "length"
+
+
+def _yield(ids: list[int]):
+    yield ids
+    return "length"
+
+
+def test_completions(agent, client):
+    """Text or token ids continued; log-probabilities in the older shape add up."""
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 12, "logprobs": 2}
+    first = client.completions.create(prompt="Once upon", **asked).choices[0]
+    ids = agent.engine.raw("Once upon").ids
+    assert client.completions.create(prompt=ids, **asked).choices[0].text == first.text
+    assert "".join(first.logprobs.tokens) == first.text
+    assert first.logprobs.text_offset[1] == len(first.logprobs.tokens[0])
+    assert len(first.logprobs.top_logprobs) == len(first.logprobs.token_logprobs) == 12
+    stream = client.completions.create(prompt="Once upon", stream=True, **asked)
+    parts = [c.choices[0] for c in stream]
+    assert "".join(p.text for p in parts) == first.text
+    offsets = [o for p in parts if p.logprobs for o in p.logprobs.text_offset]
+    assert offsets == first.logprobs.text_offset
+
+
+def test_seeds(client):
+    """The same seed is the same text, another one another; none is drawn and told."""
+    asked = {"model": MODEL, "messages": STORY, "temperature": 1.0, "max_tokens": 24}
+
+    def text(**more: int) -> str:
+        return said(client.chat.completions.create(**asked, **more).choices[0].message)
+
+    assert text(seed=5) == text(seed=5) != text(seed=6)
+    drawn = client.chat.completions.create(**asked)
+    assert text(seed=drawn.seed) == said(drawn.choices[0].message)
+
+
+def test_errors_are_the_clients_own(client):
+    """Refusals arrive as the exceptions that users of the client catch."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=STORY, n=2)
+    assert caught.value.param == "n" and caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4o", messages=STORY)
+    with pytest.raises(openai.BadRequestError) as caught:
+        messages = [{"role": "user", "content": "fox " * 20000}]
+        client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+    assert caught.value.code == "context_length_exceeded" and "16384" in caught.value.message
