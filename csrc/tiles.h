@@ -212,27 +212,46 @@ CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int hal
     }
 }
 
+/* Where a stretch of blocks begins: weights of output 0, activations of row 0. */
+typedef struct stretch {
+    const uint8_t *bytes;
+    int64_t row_bytes, blocks; /* from one output to the next; blocks of one row */
+    const int8_t *q;
+    const int32_t *start;
+} stretch;
+
+/* Block k of a stretch for outputs x rows. Two int4 blocks share a cache line: `hint` in one. */
+CLB_INLINE void block_step(const stretch *at, int64_t k, int hint, int32_t format, int outputs,
+                           int rows, float scale[SIDE][SIDE][CHUNK], lanes *acc) {
+    CLB_UNROLL
+    for (int i = 0; i < outputs; i++) {
+        const uint8_t *p = at->bytes + i * at->row_bytes + k * clb_block_bytes(format);
+        if (hint)
+            prefetch_weights(p);
+        packed w = load_block(format, p);
+        CLB_UNROLL
+        for (int j = 0; j < rows; j++) {
+            lanes d = packed_dot(w, at->q + (j * at->blocks + k) * CLB_BLOCK,
+                                 at->start + (j * at->blocks + k) * CLB_LANES, format == CLB_INT4);
+            acc[i * rows + j] = lanes_fma(d, lanes_splat(&scale[i][j][k]), acc[i * rows + j]);
+        }
+    }
+}
+
 /* Blocks [b, b + n) of outputs x rows; `bytes` is block b of output 0. */
 CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t row_bytes, int64_t b,
                             int64_t n, int32_t format, int outputs, int rows,
                             float scale[SIDE][SIDE][CHUNK], lanes *acc) {
-    const int64_t size = clb_block_bytes(format), blocks = t->x->blocks;
-    const int8_t *q = t->x->q + (t->r * blocks + b) * CLB_BLOCK;
-    const int32_t *start = t->x->start + (t->r * blocks + b) * CLB_LANES;
-    for (int64_t k = 0; k < n; k++) {
-        CLB_UNROLL
-        for (int i = 0; i < outputs; i++) {
-            const uint8_t *p = bytes + i * row_bytes + k * size;
-            prefetch_weights(p);
-            packed w = load_block(format, p);
-            CLB_UNROLL
-            for (int j = 0; j < rows; j++) {
-                lanes d = packed_dot(w, q + (j * blocks + k) * CLB_BLOCK,
-                                     start + (j * blocks + k) * CLB_LANES, format == CLB_INT4);
-                acc[i * rows + j] = lanes_fma(d, lanes_splat(&scale[i][j][k]), acc[i * rows + j]);
-            }
-        }
+    const int64_t blocks = t->x->blocks;
+    const stretch at = {bytes, row_bytes, blocks, t->x->q + (t->r * blocks + b) * CLB_BLOCK,
+                        t->x->start + (t->r * blocks + b) * CLB_LANES};
+    int64_t k = 0;
+    for (; k + 2 <= n; k += 2) {
+        block_step(&at, k, 1, format, outputs, rows, scale, acc);
+        block_step(&at, k + 1, format == CLB_INT8, format, outputs, rows, scale, acc);
     }
+    if (k < n)
+        block_step(&at, k, 1, format, outputs, rows, scale, acc);
 }
 
 /* The last block of each output, when bytes of it are missing: from a copy with zeros. */
