@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from colibri.answer import Prompt
-from colibri.server import asked, fields, metrics
+from colibri.server import asked, fields, metrics, pages
 from colibri.server.asked import Asked, ChatAsked, CompletionAsked
 from colibri.server.guard import Guard, Guarded
 from colibri.server.mailbox import Mailbox
@@ -30,20 +29,6 @@ from colibri.server.stream import EventStream, events, refusal_of
 from colibri.server.tools import ToolParser
 
 MOST_BYTES = 32 << 20  # of a request's body
-PAGE = Path(__file__).with_name("page")
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
-_PAGE_FILES = {
-    "/": ("index.html", "text/html"),
-    "/style.css": ("style.css", "text/css"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
-}
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service) -> Any:
@@ -58,7 +43,7 @@ def make_app(service: Service) -> Any:
         Route("/metrics", api.metrics),
         Route("/debug/state", api.state),
         Route("/openapi.json", api.openapi),
-        *(Route(path, _page(name, kind)) for path, (name, kind) in _PAGE_FILES.items()),
+        *pages.routes(),
     ]
     handlers: Any = {
         Refusal: api.refused,
@@ -242,15 +227,6 @@ async def _body(request: Request) -> bytes:
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encode(value), status, headers, "application/json")
-
-
-def _page(name: str, kind: str) -> Endpoint:
-    content = (PAGE / name).read_bytes()
-
-    async def page(request: Request) -> Response:
-        return Response(content, headers=_PAGE_HEADERS, media_type=kind)
-
-    return page
 
 
 class _Counted:

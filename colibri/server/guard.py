@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 
 from colibri.knobs import Settings
+from colibri.server import pages
 from colibri.server.refusal import Refusal, encode
 
-PUBLIC = frozenset({"/", "/style.css", "/app.js", "/favicon.svg", "/health"})
+PUBLIC = frozenset({"/health", *pages.FILES})
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "authorization, content-type",
