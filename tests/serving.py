@@ -163,16 +163,16 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def serving(engine: Engine, **backlog: Any) -> Iterator[Serving]:
+def serving(engine: Engine, at: int = 0) -> Iterator[Serving]:
     """Serve an engine from threads of this process."""
     service = Service(engine)
     service.scheduler.start()
     config = uvicorn.Config(
         make_app(service), http="h11", ws="none", lifespan="off", log_level="warning",
-        timeout_graceful_shutdown=1, **backlog,
+        timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", at)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
     )

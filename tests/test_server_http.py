@@ -468,7 +468,7 @@ def test_state(server):
     assert turn["answer_tokens_per_second"] > 0
     assert sum(turn["segments"].values()) > 0 and turn["experts"]["used"] > 0
     rows = state["residency"]["rows"]
-    assert len(rows) == 6 and all(len(row) == 32 for row in rows)
+    assert len(rows) == 5 and all(len(row) == 32 for row in rows)
 
 
 def test_an_error_of_the_core(server, monkeypatch):

@@ -30,7 +30,9 @@ class Watch:
     def __init__(self, engine: Engine, metrics: Metrics, model_id: str) -> None:
         self.engine, self.metrics, self.model_id = engine, metrics, model_id
         config = engine.container.config
-        self.layers = [i for i, s in enumerate(engine.container.sparse[: engine.model.layers]) if s]
+        # The MTP layer runs rows of its own, so its use is not counted; its slots are.
+        count = engine.model.layers if _has_slots(engine) else config.num_hidden_layers
+        self.layers = [i for i, s in enumerate(engine.container.sparse[:count]) if s]
         self._heat = np.zeros((len(self.layers), config.n_routed_experts), np.float32)
         self._wanted = self._taken = 0.0
         self._changed = True
@@ -102,8 +104,7 @@ class Watch:
 
     def _residency(self) -> dict[str, Any]:
         """A digit per expert and layer: 9 the most recent (or most used), 0 not in memory."""
-        plan = self.engine.plan
-        slots = bool(plan and plan.slots_per_layer)
+        slots = _has_slots(self.engine)
         heat = self._recency() if slots else self._heat
         most = float(heat.max()) or 1.0
         levels = np.ceil(9 * np.sqrt(np.minimum(heat / most, 1.0))).astype(int)
@@ -117,6 +118,10 @@ class Watch:
         for rank, (layer, expert) in enumerate(resident):
             heat[row_of[layer], expert] = 1.0 - 0.95 * rank / len(resident)
         return heat
+
+
+def _has_slots(engine: Engine) -> bool:
+    return bool(engine.plan and engine.plan.slots_per_layer)
 
 
 def _running(job: Job) -> dict[str, Any]:

@@ -15,10 +15,10 @@ const count = (n) => n.toLocaleString("en");
 
 function bar(node, parts) {
   const whole = parts.reduce((sum, [value]) => sum + value, 0);
-  node.replaceChildren(...parts.map(([value, color]) => {
+  node.replaceChildren(...parts.filter(([value]) => value > 0).map(([value, color]) => {
     const piece = document.createElement("i");
     piece.className = color;
-    piece.style.width = whole ? `${(100 * value) / whole}%` : "0";
+    piece.style.width = `${(100 * value) / whole}%`;
     return piece;
   }));
 }
