@@ -257,7 +257,8 @@ const lum = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map((v) => v / 255)
   .map((v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
   return .2126 * r + .7152 * g + .0722 * b; };
 const ground = (n) => { for (; n; n = n.parentElement) {
-  const c = getComputedStyle(n).backgroundColor; if (!c.startsWith("rgba(0, 0, 0, 0")) return c; } return "rgb(255, 255, 255)"; };
+  const c = getComputedStyle(n).backgroundColor; if (!c.startsWith("rgba(0, 0, 0, 0")) return c; }
+  return "rgb(255, 255, 255)"; };
 return [...document.querySelectorAll("body *")].filter((n) => n.checkVisibility() && !n.disabled &&
   [...n.childNodes].some((t) => t.nodeType === 3 && t.textContent.trim())).map((n) => {
   const [a, b] = [lum(getComputedStyle(n).color), lum(ground(n))].sort((x, y) => y - x);
