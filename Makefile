@@ -11,7 +11,7 @@ OBJECTS := $(SOURCES:csrc/%.c=build/lint/%.o)
 BUILT := $(VENV)/built
 BENCH_MODEL ?= build/glm-bench-8g
 
-.PHONY: demo test lint sanitize docs bench package clean exactness bench-spec
+.PHONY: demo test lint sanitize docs bench package clean exactness bench-spec soak
 
 ## demo: install, then let the embedded model answer
 demo: $(BUILT)
@@ -26,6 +26,10 @@ lint: $(VENV)/tools $(OBJECTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/make_docs.py --check
+
+## soak: the server under 400 requests of clients that come and go: right text, flat memory
+soak: $(VENV)/tools
+	$(BIN)/python -m pytest -m slow tests/test_server_load.py
 
 ## exactness: 100 prompts x 256 tokens: the same text with any drafter at any depth
 exactness: $(BUILT)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import uvicorn
 
 from colibri.engine import Engine, Slot
 from colibri.knobs import Settings
-from colibri.sampling import SamplingParams
 from colibri.serve_cli import bind
 from colibri.server.app import make_app
 from colibri.server.service import Service
@@ -196,6 +195,6 @@ def offline(
     **sampling: Any,
 ) -> str:
     """What `colibri run` answers: the same engine code, a fresh slot, nobody else about."""
-    params = SamplingParams(**{"temperature": 0, **sampling})
+    params = replace(engine.sampling, **{"temperature": 0, **sampling})
     turn = engine.answer(engine.chat(messages), slot or engine.new_slot(), params, max_tokens)
     return "".join(piece.text for piece in turn)

@@ -153,6 +153,7 @@ def test_send_and_reload(page, server, tmp_path):
     assert page.answers()[1] == offline(
         server.engine, [*messages, {"role": "user", "content": "More."}]
     )
+    page.wait(lambda: page.text("which") == "of the last answer")
     page.shot(tmp_path / "desktop.png")
 
 
@@ -223,13 +224,14 @@ def test_server_gone_and_back(driver):
 def test_sizes_and_colours(page, width, height, dark, tmp_path):
     """Nothing is wider than the window; text stands out from its ground; all has its name."""
     page.size(width, height, dark)
-    page.ask("Hello")
+    page.ask(STORY[0]["content"])
     page.wait(lambda: page.all(".assistant .body"))
     page.answers()
     views = ["chat", "receipt"] if width < 820 else ["chat"]
     for view in views:
         if view == "receipt":
             page.driver.find_element(By.ID, "toggle").send_keys(Keys.ENTER)
+        page.wait(lambda: page.driver.execute_script(RECEIPT) == "of the last answer")
         page.shot(tmp_path / f"{view}.png")
         assert page.driver.execute_script("return document.documentElement.scrollWidth") == width
         contrasts = page.driver.execute_script(CONTRASTS)
@@ -252,6 +254,7 @@ def test_keyboard_alone(page):
     assert {"prompt", "send", "fresh", "log", "summary"} <= reached
 
 
+RECEIPT = 'return document.getElementById("which").textContent'
 CONTRASTS = """
 const lum = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map((v) => v / 255)
   .map((v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);

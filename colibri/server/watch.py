@@ -90,7 +90,7 @@ class Watch:
 
     def ended(self, job: Job, outcome: Outcome) -> None:
         """Remember the receipt."""
-        self._changed = True
+        self._changed, self._taken = True, 0.0
         self.metrics.ended(outcome, perf_counter() - job.asked_at)
         if outcome.receipt and job.turn:
             self._recent.appendleft(_ended(job, outcome))
