@@ -6,6 +6,7 @@ import ipaddress
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colibri.engine import Engine, model_directory
@@ -94,10 +95,10 @@ def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socke
         log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=GRACE,
     )  # fmt: skip
-    server = _server(uvicorn, config, service)
+    text = announce(settings, engine, listener.getsockname(), service.id)
+    server = _server(uvicorn, config, service, lambda: terminal.note(text))
     for note in (*engine.container.notes, *(engine.plan.notes if engine.plan else ())):
         terminal.note(f"colibri: note: {note}")
-    terminal.note(announce(settings, engine, listener.getsockname(), service.id))
     signal.signal(signal.SIGTERM, lambda *_: None)  # once uvicorn has taken it: a clean end
     try:
         server.run(sockets=[listener])
@@ -109,10 +110,14 @@ def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socke
     return Exit.OK
 
 
-def _server(uvicorn: Any, config: Any, service: Service) -> Any:
-    """A server whose first signal also ends the running answers, or it would wait for them."""
+def _server(uvicorn: Any, config: Any, service: Service, ready: Callable[[], None]) -> Any:
+    """A server that says when it is ready, and whose first signal also ends running answers."""
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            ready()
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             # A lock must not be waited for in a signal handler.
             threading.Thread(target=service.scheduler.close, daemon=True).start()

@@ -1,0 +1,117 @@
+"""`colibri serve` as a process: what it refuses to start with, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from test_run import environment
+
+from colibri.knobs import Settings
+from colibri.serve_cli import is_loopback
+
+LIMIT = 60
+
+
+@contextmanager
+def served(*flags: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its address."""
+    command = [sys.executable, "-m", "colibri", "serve", "--port", "0", "--threads", "1", *flags]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment(**env),
+    )  # fmt: skip
+    try:
+        said = ""
+        while not (found := re.search(r"the page at (http://\S+)/", said)):
+            line = process.stderr.readline()
+            assert line, f"it ended after {said!r}"
+            said += line
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def chat(url: str, **fields: object) -> urllib.request.Request:
+    """A request."""
+    body = {"messages": [{"role": "user", "content": "Tell me a story."}], **fields}
+    headers = {"content-type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serves_and_ends(number):
+    """It answers, and a signal ends it cleanly in the middle of an answer."""
+    with served() as (process, url):
+        with urllib.request.urlopen(chat(url, max_tokens=3), timeout=LIMIT) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        with urllib.request.urlopen(chat(url, stream=True), timeout=LIMIT) as stream:
+            stream.readline()
+            process.send_signal(number)
+            rest = stream.read().decode()
+        assert rest.endswith("data: [DONE]\n\n") or "shutting_down" in rest
+        out, errors = process.communicate(timeout=LIMIT)
+        assert (process.returncode, out) == (0, "") and "Traceback" not in errors
+
+
+def test_beyond_loopback_needs_a_key(command):
+    """Another address without a key is refused, with the knob that gives one."""
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example"):
+        result = command("serve", "--host", host)
+        assert result.status == 2 and "COLIBRI_API_KEY" in result.err
+    result = command("serve", env={"COLIBRI_API_KEY": " "})
+    assert result.status == 2 and "--api-key is empty" in result.err
+
+
+def test_addresses(command):
+    """An address that cannot be had is refused before the model is loaded."""
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = command("serve", "--port", str(port))
+        assert result.status == 2 and f"port {port} cannot be listened on" in result.err
+    result = command("serve", "--host", "192.0.2.1", env={"COLIBRI_API_KEY": "k"})
+    assert result.status == 2 and "192.0.2.1" in result.err
+    assert [is_loopback(h) for h in ("127.0.0.2", "::1", "localhost", "0.0.0.0", "box")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_with_a_key():
+    """The key from the environment is asked for, on every interface."""
+    with served("--host", "0.0.0.0", COLIBRI_API_KEY="k") as (_, url):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(chat(url), timeout=LIMIT)
+        request = chat(url, max_tokens=1)
+        request.add_header("Authorization", "Bearer k")
+        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+            assert answer.status == 200
+
+
+def test_conversations_fit_the_memory(command):
+    """More conversations than memory has room for are refused with the numbers."""
+    result = command("serve", "--ram", "130M", "--conversations", "64")
+    assert result.status == 2 and "the caches" in result.err and "do not fit" in result.err
+
+
+def test_no_model(command):
+    """A wrong directory is told at once."""
+    result = command("serve", "/nowhere")
+    assert result.status == 2 and "no model directory" in result.err
+
+
+def test_defaults():
+    """Loopback, port 8000, no key, speculation on."""
+    settings = Settings.resolve({}, {})
+    assert (settings.host, settings.port, settings.api_key) == ("127.0.0.1", 8000, None)
+    assert settings.draft is None and settings.mtp
