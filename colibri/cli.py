@@ -26,7 +26,11 @@ RUN_GROUPS = (
     knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
 )  # fmt: skip
 _SHORT = {"max_tokens": "-n"}
-_ELSEWHERE = {"chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli"}  # their modules
+_ELSEWHERE = {  # their modules, and the function where it is not `command`
+    "chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli",
+    "convert": "convert_cli:convert", "repack": "convert_cli:repack",
+    "verify": "convert_cli:verify", "score": "convert_cli:score",
+}  # fmt: skip
 
 
 class Group(click.Group):
@@ -39,8 +43,9 @@ class Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command; one of its own file is imported when it is asked for."""
         if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
-            module = import_module(f"colibri.{_ELSEWHERE[cmd_name]}")
-            self.add_command(module.command, cmd_name)
+            module, _, name = _ELSEWHERE[cmd_name].partition(":")
+            found = getattr(import_module(f"colibri.{module}"), name or "command")
+            self.add_command(found, cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from colibri.checkpoint import Checkpoint, merge, open_checkpoint
 from colibri.config import ModelConfig
+from colibri.container import Container
 from colibri.convert import sides as side_files
 from colibri.convert.hub import PREFIX, Hub
 from colibri.convert.jobs import Job, TargetFile, own_files
@@ -95,10 +96,26 @@ def _new_manifest(request: Request, hub: Hub | None, config: str) -> Manifest:
         checkpoint = Checkpoint(Path(request.source), shards, merge(shards))
         origin = {"repository": hub.repo, "commit": hub.commit}
         return Manifest.of({}, origin, config, checkpoint, {})
-    checkpoint = open_checkpoint(request.source)
+    directory = Path(request.source)
+    if read_record(request.target) and not any(directory.glob("*.safetensors")):
+        raise UsageError(
+            f"{request.target}: is converted, and {directory} holds no shards any more; there is "
+            "nothing to do (colibri verify shows whether it is whole)"
+        )
+    checkpoint = open_checkpoint(directory)
     samples = {s.path.name: sample_of(s.path, s.size) for s in checkpoint.shards}
     origin = {"directory": str(Path(request.source).resolve())}
     return Manifest.of({}, origin, config, checkpoint, samples)
+
+
+def open_contents(directory: Path) -> FloatSource | Container:
+    """A model directory of any readable form, FP8 checkpoints included, checked by its headers."""
+    checkpoint = open_checkpoint(directory)
+    if not any(tensor.dtype.startswith("F8") for tensor in checkpoint.tensors.values()):
+        return Container(ModelConfig.load(directory), checkpoint)
+    path = directory / side_files.CONFIG
+    fields = parse_object(path.read_bytes(), str(path), ConfigError)
+    return FloatSource(ModelConfig.load(directory), checkpoint, _fp8_block(fields))
 
 
 def _open_source(

@@ -83,6 +83,9 @@ class Runner:
         for number in self._partials:
             if not self._left[number]:  # all its jobs were done, but not its renaming
                 self._finish(number)
+        for shard in {e.shard for _, job in self.plan.jobs for e in job.extents}:
+            if not self._uses[shard]:  # nor its release
+                self.shelf.release(shard)
         with (
             ThreadPoolExecutor(self._threads, "convert") as pool,
             ThreadPoolExecutor(1, "commit") as committer,

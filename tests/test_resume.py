@@ -1,0 +1,244 @@
+"""Conversions that are interrupted: the next run gives the very bytes of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import crash
+import pytest
+import shardkit
+
+from colibri.convert.conversion import execute
+from colibri.convert.manifest import Journal, WorkDirectory, load_journal
+from colibri.convert.plan import Request
+from colibri.convert.planner import make_plan
+from colibri.errors import ContainerError, UsageError
+from colibri.formats import Format
+from colibri.layout import Formats
+from colibri.quantize import bf16_from_f32
+
+MIXED = Formats(*map(Format.parse, ("int4-g32", "int8-f32", "int8", "int8-g16")))
+UNIT = 30_000  # bytes of source: many groups in a small checkpoint
+SHARDS = 3
+_BF16 = {name: bf16_from_f32(array) for name, array in shardkit.weights().items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    names = [f"model-{k:05}-of-{SHARDS:05}.safetensors" for k in range(1, SHARDS + 1)]
+    files = shardkit.split(_BF16, names)
+    directory = shardkit.directory(tmp_path_factory.mktemp("source"), files)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def run(source: Path, target: Path, delete: bool = False, threads: int = 2, **more) -> None:
+    request = Request(str(source), target, MIXED, delete_source=delete, **more)
+    execute(make_plan(request), threads, unit_bytes=UNIT)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Every file, however deep, but the record of where the source lay."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "conversion.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> dict[str, bytes]:
+    """What an undisturbed conversion writes."""
+    target = tmp_path_factory.mktemp("whole") / "out"
+    run(source, target)
+    return tree(target)
+
+
+def events_of(source: Path, target: Path) -> int:
+    """How many times an undisturbed conversion writes, syncs or renames; once in this process."""
+    disk = crash.Disk(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", disk.pwrite)
+        patch.setattr(os, "fsync", disk.fsync)
+        run(source, target, threads=1)
+    return disk.events
+
+
+def test_threads_and_groups_change_nothing(source, tmp_path, whole):
+    """One thread or three, large groups or small: the same bytes."""
+    run(source, tmp_path / "a", threads=1)
+    execute(make_plan(Request(str(source), tmp_path / "b", MIXED)), 3)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == whole
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["kill", "power"])
+@pytest.mark.parametrize("delete", [False, True], ids=["keep", "delete"])
+def test_killed_anywhere(source, tmp_path, whole, delete, power):
+    """Killed at 25 random writes, syncs or renames, or cut off from power there: the next run
+    completes to identical files. Twice, half of the time, before it may complete."""
+    rng = random.Random(f"{delete} {power}")
+    events = events_of(source, tmp_path / "count")
+    for round_ in range(25):
+        mine, target = tmp_path / f"source{round_}", tmp_path / f"out{round_}"
+        shutil.copytree(source, mine)
+        for _ in range(rng.choice((1, 2))):
+            disk = crash.Disk(rng.randrange(1, events), rng if power else None)
+            status = crash.in_child(lambda a=mine, b=target: run(a, b, delete), disk)
+            assert status in (crash.KILLED, 0)
+            if status == 0:
+                break
+        else:
+            run(mine, target, delete)
+        assert tree(target) == whole
+        assert len(list(mine.glob("*.safetensors"))) == (0 if delete else SHARDS)
+        shutil.rmtree(mine)
+        shutil.rmtree(target)
+
+
+def test_nothing_is_done_twice(source, tmp_path, monkeypatch):
+    """Jobs whose bytes were safe are not run again, and finished files are not touched."""
+    target = tmp_path / "out"
+    events = events_of(source, tmp_path / "count")
+    crash.in_child(lambda: run(source, target), crash.Disk(events * 3 // 4))
+    finished = {path: path.stat().st_mtime_ns for path in target.glob("*.safetensors")}
+    done, _ = load_journal(target / ".conversion" / "journal")
+    plan = make_plan(Request(str(source), target, MIXED))
+    assert finished and done and plan.is_begun
+    assert not set(plan.pending) & {n for n in done if plan.jobs[n][0] not in plan.finished}
+    assert 0 < len(plan.pending) < len(plan.jobs) - len(done) + 1
+    execute(plan, 1)
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def test_source_goes_only_when_it_is_safe(source, tmp_path):
+    """With --delete-source a shard is there until the journal holds every job that reads it."""
+    mine, target = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, mine)
+    plan = make_plan(Request(str(mine), target, MIXED, delete_source=True))
+    users = {
+        shard: {
+            n for n, (_, job) in enumerate(plan.jobs) if shard in {e.shard for e in job.extents}
+        }
+        for shard in range(SHARDS)
+    }
+    unlink, gone = Path.unlink, []
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == mine:
+            done, _ = load_journal(target / ".conversion" / "journal")
+            shard = sorted(f.name for f in plan.manifest.files).index(path.name)
+            assert users[shard] <= set(done)
+            gone.append(shard)
+        unlink(path, missing_ok=missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", watched)
+        execute(plan, 2, unit_bytes=UNIT)
+    assert sorted(gone) == list(range(SHARDS))
+    with pytest.raises(UsageError, match="is converted, and .* holds no shards any more"):
+        run(mine, target)
+
+
+def test_other_parameters_are_refused_by_name(source, tmp_path):
+    """An unfinished or finished conversion is continued only with its own parameters."""
+    target = tmp_path / "out"
+    crash.in_child(lambda: run(source, target), crash.Disk(60))
+    for _ in range(2):
+        for formats, search, word in (
+            (Formats(), True, "--dense int8-f32-?.*, not int8-f16"),
+            (MIXED, False, "--search on, not off"),
+        ):
+            with pytest.raises(UsageError, match=f"was begun with {word}"):
+                make_plan(Request(str(source), target, formats, search))
+        run(source, target)
+
+
+def test_changed_source_is_refused(source, tmp_path):
+    """A source shard that changed, or went before it was done with, stops the next run by name."""
+    mine, target = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, mine)
+    crash.in_child(lambda: run(mine, target), crash.Disk(60))
+    shard = sorted(mine.glob("*.safetensors"))[-1]
+    data = shard.read_bytes()
+    for changed, word in ((data[:-1], "size"), (data[:-9000] + bytes(9000), "content")):
+        shard.write_bytes(changed)
+        with pytest.raises(ContainerError, match=rf"{shard.name}: its {word} has changed"):
+            run(mine, target)
+    shard.unlink()
+    with pytest.raises(ContainerError, match=rf"{shard.name}: is gone"):
+        run(mine, target)
+    shard.write_bytes(data)
+    run(mine, target)
+
+
+def test_two_at_once_are_refused(source, tmp_path):
+    """A second conversion into a directory that one is writing to is refused."""
+    work = WorkDirectory(tmp_path)
+    with pytest.raises(UsageError, match="another conversion is writing here"):
+        run(source, tmp_path)
+    work.unlock()
+    run(source, tmp_path)
+
+
+def test_a_lost_file_is_made_again(source, tmp_path, whole):
+    """A finished conversion from which a file was removed makes that file alone; one that is whole
+    makes nothing; another source is refused."""
+    run(source, tmp_path)
+    lost = tmp_path / "experts-00001-of-00001.safetensors"
+    lost.unlink()
+    plan = make_plan(Request(str(source), tmp_path, MIXED))
+    assert {plan.files[plan.jobs[n][0]].name for n in plan.pending} == {lost.name}
+    execute(plan, 1)
+    assert tree(tmp_path) == whole
+    plan = make_plan(Request(str(source), tmp_path, MIXED))
+    assert not plan.pending
+    execute(plan)
+    assert tree(tmp_path) == whole
+    record = tmp_path / "conversion.json"
+    record.write_text(record.read_text().replace('"size": ', '"size": 1'))
+    with pytest.raises(UsageError, match="another source"):
+        make_plan(Request(str(source), tmp_path, MIXED))
+
+
+def test_strangers_are_not_overwritten(source, tmp_path):
+    """Shards that no conversion of ours wrote are refused, and replaced only when asked."""
+    tmp_path.joinpath("experts-00001-of-00001.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match="already holds experts-00001"):
+        run(source, tmp_path)
+    run(source, tmp_path, replace=True)
+
+
+def test_torn_journal(tmp_path):
+    """A torn or damaged line and all after it count as never written, and go when it is opened."""
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append({1: (7, 0xFFFFFFFF), 2: ()})
+    good = path.stat().st_size
+    journal.append({3: (8,)})
+    journal.close()
+    data = path.read_bytes()
+    for torn in (data[:-1], data[: good + 1], data[: good + 5] + b"!" + data[good + 6 :]):
+        path.write_bytes(torn)
+        assert load_journal(path) == ({1: (7, 0xFFFFFFFF), 2: ()}, good)
+    journal = Journal(path)
+    journal.append({3: (9,)})
+    journal.close()
+    assert load_journal(path)[0] == {1: (7, 0xFFFFFFFF), 2: (), 3: (9,)}
+
+
+def test_manifest_of_another_version(source, tmp_path):
+    """A work directory that another version of colibri began is refused, and says how to go on."""
+    crash.in_child(lambda: run(source, tmp_path), crash.Disk(60))
+    manifest = tmp_path / ".conversion" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(fields | {"jobs": "0" * 32}))
+    with pytest.raises(UsageError, match="another version of colibri"):
+        run(source, tmp_path)
+    manifest.write_text(json.dumps(fields | {"version": 2}))
+    with pytest.raises(ContainerError, match="another version of colibri"):
+        run(source, tmp_path)
+    run(source, tmp_path, replace=True)
