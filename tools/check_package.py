@@ -20,9 +20,13 @@ DIST = ROOT / "dist"
 MOST_BYTES = 16 << 20
 WHEEL = re.compile(
     r"colibri/(?:(?:convert/|server/)?\w+\.py|_core\.abi3\.so|demo/__init__\.py|demo/model/[\w.-]+)"
+    r"|colibri/server/page/[\w.-]+"
     r"|colibri_moe-[^/]+\.dist-info/.+"
 )
-NEEDED = ("colibri/_core.abi3.so", "colibri/cli.py", "colibri/demo/model/config.json")
+NEEDED = (
+    "colibri/_core.abi3.so", "colibri/cli.py", "colibri/demo/model/config.json",
+    "colibri/server/page/index.html",
+)  # fmt: skip
 
 
 def check_sdist(path: Path) -> None:
