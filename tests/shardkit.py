@@ -50,13 +50,18 @@ def load(path: Path) -> tuple[dict[str, Any], bytes]:
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
+class Eight(np.ndarray):
+    """Bytes that are FP8 numbers: view a uint8 array as this."""
+
+
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict | None = None) -> None:
-    """A safetensors file of arrays; uint16 stands for BF16."""
+    """A safetensors file of arrays; uint16 stands for BF16, Eight for F8_E4M3."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, array in arrays.items():
+        eight = isinstance(array, Eight)
         header[name] = {
-            "dtype": _DTYPES[array.dtype.str[1:]],
+            "dtype": "F8_E4M3" if eight else _DTYPES[array.dtype.str[1:]],
             "shape": list(array.shape),
             "data_offsets": [at, at + array.nbytes],
         }

@@ -106,7 +106,7 @@ class Plan:
                 stem = name.removesuffix(".scales").removesuffix(".qs")
                 part = "mtp" if name.startswith(mtp) else parts_of.get(stem, "experts")
                 sizes[part] += spec.nbytes
-        sizes["headers"] = sum(file.image.size for file in self.files) - sizes.total()
+        sizes["headers"] = self._headers
         sizes["other files"] = self.side_bytes
         return dict(sizes)
 
@@ -129,13 +129,18 @@ class Plan:
                 if not uses[shard]:
                     held.pop(shard, None)
                     now -= sizes[shard] if self._frees_room else 0
-        return peak + sum(f.image.size for f in self.files) // 1000 + self.side_bytes
+        return peak + self._headers + self.side_bytes + self.final_bytes // 1000  # whole blocks
 
     def uses(self) -> Counter[int]:
         """How many pending jobs read each source shard."""
         return Counter(
             shard for n in self.pending for shard in {e.shard for e in self.jobs[n][1].extents}
         )
+
+    @property
+    def _headers(self) -> int:
+        images = [file.image for file in self.files]
+        return sum(i.size - sum(spec.nbytes for spec in i.specs.values()) for i in images)
 
     @property
     def _frees_room(self) -> bool:

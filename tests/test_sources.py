@@ -1,0 +1,218 @@
+"""Every form of source: FP8 with its scales, BF16 that stays, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fp8
+import numpy as np
+import pytest
+import shardkit
+
+from colibri.container import Container, format_of
+from colibri.convert import convert_directory
+from colibri.convert.plan import Request
+from colibri.convert.planner import make_plan, open_contents
+from colibri.errors import ConfigError, ContainerError, UsageError
+from colibri.formats import Format, Kind
+from colibri.layout import Formats
+from colibri.model import Model
+from colibri.quantize import bf16_from_f32, f32_from_bf16
+from colibri.session import Session
+
+MIXED = Formats(*map(Format.parse, ("int4-g32", "int8-f32", "int8", "int8-g16")))
+FLOATS = Formats(*[Format(Kind.F32)] * 4)
+BIG = "model.layers.1.mlp.experts.1.up_proj.weight"
+SCALE = BIG + "_scale_inv"
+
+
+def directory(path: Path, arrays: dict[str, np.ndarray], files: int = 1, **config) -> Path:
+    """A checkpoint of fp8.CONFIG in so many shards."""
+    names = [f"model-{k:05}-of-{files:05}.safetensors" for k in range(1, files + 1)]
+    return shardkit.directory(path, shardkit.split(arrays, names), fp8.CONFIG | config)
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in path.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("formats", [MIXED, FLOATS], ids=["mixed", "f32"])
+@pytest.mark.parametrize("way", ["block", "row", "one", "bf16 scales", "fused"])
+def test_fp8_is_its_values(tmp_path, way, formats):
+    """An FP8 checkpoint converts to the very bytes of the f32 checkpoint of its values: scales by
+    block, by row or one, in F32 or BF16; whole matrices or fused experts; spread over shards so
+    that some matrices lie apart from their scales."""
+    stored, meant = fp8.fused() if way == "fused" else fp8.checkpoint(way.split()[0].replace(
+        "bf16", "block"))  # fmt: skip
+    if way == "bf16 scales":
+        for name in [n for n in stored if n.endswith("_scale_inv")]:
+            bits = bf16_from_f32(stored[name])
+            weights, stored[name] = name.removesuffix("_scale_inv"), bits
+            spread = np.repeat(np.repeat(f32_from_bf16(bits), 128, 0), 128, 1)
+            rows, cols = meant[weights].shape
+            meant[weights] = fp8.VALUES[np.asarray(stored[weights])] * spread[:rows, :cols]
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    eight = directory(tmp_path / "fp8", stored, 5, **config)
+    plain = directory(tmp_path / "f32", meant)
+    for source in (eight, plain):
+        convert_directory(source, source.with_name(source.name + "-out"), formats)
+    assert tree(tmp_path / "fp8-out") == tree(tmp_path / "f32-out")
+    config = json.loads((tmp_path / "fp8-out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not [n for n in open_contents(eight).notes if "ignored" in n]
+
+
+def test_other_block_sizes(tmp_path):
+    """Blocks are as quantization_config says, when it says so; nonsense there is refused."""
+    stored, _ = fp8.checkpoint()
+    weights = stored["model.layers.0.self_attn.q_a_proj.weight"]
+    for name in [n for n in stored if n.endswith("_scale_inv")]:
+        rows, cols = stored[name.removesuffix("_scale_inv")].shape
+        stored[name] = np.ones((-(-rows // 32), -(-cols // 64)), np.float32)
+    given = {"quant_method": "fp8", "weight_block_size": [32, 64]}
+    convert_directory(
+        directory(tmp_path / "a", stored, quantization_config=given), tmp_path / "out", FLOATS
+    )
+    got = Container.open(tmp_path / "out").read_array("model.layers.0.self_attn.q_a_proj.weight")
+    assert got.tobytes() == fp8.VALUES[np.asarray(weights)].tobytes()
+    with pytest.raises(ContainerError, match=r"one scale, one a row, or \[1, 2\] for blocks"):
+        convert_directory(directory(tmp_path / "b", stored), tmp_path / "out2")
+    for bad in ([32], [0, 64], "32", [32, 64.0]):
+        given = {"quant_method": "fp8", "weight_block_size": bad}
+        with pytest.raises(ConfigError, match="weight_block_size"):
+            convert_directory(
+                directory(tmp_path / "c", stored, quantization_config=given), tmp_path / "out3"
+            )
+
+
+def damage(name: str, change) -> dict[str, np.ndarray]:
+    """The FP8 checkpoint with one tensor changed, or removed where the change is None."""
+    stored, _ = fp8.checkpoint()
+    changed = change(stored[name].copy())
+    return {
+        n: changed if n == name else a
+        for n, a in stored.items()
+        if n != name or changed is not None
+    }
+
+
+def put(value, at=(3, 5)):
+    """Sets one element."""
+
+    def change(array: np.ndarray) -> np.ndarray:
+        array[at] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (SCALE, lambda a: None, rf"{BIG}: is FP8 without scales \({SCALE}\)"),
+        (SCALE, lambda a: a[:1], r"_scale_inv: is \[1, 2\]; FP8 of \[144, 160\] has one scale"),
+        (SCALE, lambda a: a.astype(np.float64), "scales of dtype F64 cannot be read"),
+        (BIG, put(0x7F), rf"{BIG}: FP8 code 0x7F at \[3, 5\] is NaN"),
+        (BIG, put(0xFF, (143, 159)), r"0xFF at \[143, 159\] is NaN"),
+        (SCALE, put(np.nan, (1, 1)), f"the scales of {BIG} are not finite"),
+        (SCALE, put(3e38, (0, 0)), f"{BIG}: a weight in rows 0 to .* is not finite"),
+        (BIG, lambda a: a[:, :150], r"is \[144, 150\]; config.json describes \[144, 160\]"),
+        (BIG, lambda a: np.zeros(a.shape, np.float32), "is F32 but has scales"),
+        ("lm_head.weight", lambda a: a.astype(np.float64), "is F64; F32, BF16, F16, F8_E4M3"),
+    ],
+)  # fmt: skip
+def test_damaged_fp8_is_named(tmp_path, name, change, message):
+    """Missing, misshapen or damaged scales and NaN codes stop the conversion and are named; the
+    source is never taken for something else."""
+    source = directory(tmp_path / "source", damage(name, change))
+    with pytest.raises(ContainerError, match=message):
+        convert_directory(source, tmp_path / "out")
+
+
+def test_bf16_stays_bf16(tmp_path):
+    """Router and index weights that the source has in BF16 stay BF16: half the bytes, the same
+    values, and the same logits, bit for bit, as with f32."""
+    weights = shardkit.weights()
+    kept = ("mlp.gate.weight", "indexer.weights_proj.weight")
+    rounded = {n: bf16_from_f32(a) if n.endswith(kept) else a for n, a in weights.items()}
+    wide = {n: f32_from_bf16(a) if a.dtype == np.uint16 else a for n, a in rounded.items()}
+    logits = []
+    for name, arrays in (("bf16", rounded), ("f32", wide)):
+        source = shardkit.directory(tmp_path / name, {"model.safetensors": arrays})
+        convert_directory(source, tmp_path / f"{name}-out", MIXED)
+        container = Container.open(tmp_path / f"{name}-out")
+        kinds = {format_of(container.matrix(n)).kind for n in arrays if n.endswith(kept)}
+        assert kinds == {Kind.BF16 if name == "bf16" else Kind.F32}
+        session = Session(Model.open(container), 16)
+        logits.append(session.step_all([3, 1, 4, 1, 5, 9, 2, 6], "all").tobytes())
+    assert logits[0] == logits[1]
+
+
+def test_plan_is_exact(tmp_path):
+    """A dry plan knows every byte of the finished directory, by part, and writes nothing."""
+    stored, _ = fp8.checkpoint()
+    source = directory(tmp_path / "source", stored, 3)
+    (source / "tokenizer.json").write_text("{}")
+    target = tmp_path / "out"
+    plan = make_plan(Request(str(source), target, MIXED))
+    assert not target.exists()
+    assert plan.source_bytes == sum(p.stat().st_size for p in source.glob("*.safetensors"))
+    convert_directory(source, target, MIXED)
+    assert plan.final_bytes == sum(path.stat().st_size for path in target.iterdir())
+    assert sum(plan.parts().values()) == plan.final_bytes
+    assert plan.needed() >= plan.final_bytes
+
+
+def test_no_room(tmp_path, monkeypatch):
+    """Too small a disk is refused before anything is written, with the shortfall and a way out."""
+    source = directory(tmp_path / "source", fp8.checkpoint()[0])
+    plan = make_plan(Request(str(source), tmp_path / "out"))
+    monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: plan.needed() - 5_000_000)
+    with pytest.raises(UsageError, match=r"0\.01 GB short; .*--delete-source"):
+        convert_directory(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: plan.needed())
+    convert_directory(source, tmp_path / "out")
+
+
+def test_deleting_makes_room(tmp_path):
+    """With --delete-source on one disk, source and target never need both their sizes at once."""
+    arrays = shardkit.weights()
+    names = [f"model-{k:05}-of-00008.safetensors" for k in range(1, 9)]
+    source = shardkit.directory(tmp_path / "source", shardkit.split(arrays, names))
+    keep = make_plan(Request(str(source), tmp_path / "out", FLOATS)).needed()
+    drop = make_plan(Request(str(source), tmp_path / "out", FLOATS, delete_source=True)).needed()
+    assert drop < 0.5 * keep
+
+
+@pytest.mark.parametrize("text", ["int4", "int4-f32", "int2"])
+def test_dead_half_of_the_draft_head(tmp_path, text):
+    """Per-row codes that would make a half of eh_proj all zero are refused before a byte is
+    written; int8 and groups are not, and neither is a half that is zero in the source."""
+    arrays = shardkit.weights()
+    name = "model.layers.3.eh_proj.weight"
+    arrays[name] = arrays[name].copy()
+    arrays[name][:, :64] *= 1 / 300
+    source = shardkit.directory(tmp_path / "source", {"model.safetensors": arrays})
+    with pytest.raises(UsageError, match=f"embedding half of {name} would become all zero"):
+        convert_directory(source, tmp_path / "out", Formats(mtp=Format.parse(text)), search=False)
+    assert not (tmp_path / "out").exists()
+    convert_directory(source, tmp_path / "out8", Formats(mtp=Format.parse("int8")))
+    convert_directory(source, tmp_path / "out64", Formats(mtp=Format.parse("int4-g64")))
+    arrays[name][:, :64] = 0
+    zero = shardkit.directory(tmp_path / "zero", {"model.safetensors": arrays})
+    warnings = convert_directory(zero, tmp_path / "out0", Formats(mtp=Format.parse(text)), False)
+    assert "embedding half of the MTP layer's eh_proj is all zero" in warnings[-1]
+
+
+def test_sources_that_are_none(tmp_path):
+    """An empty directory, one without config.json, and one that is not there are told apart."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        convert_directory(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty" / "config.json").write_text(json.dumps(shardkit.SMALL))
+    with pytest.raises(ContainerError, match=r"no \*\.safetensors file"):
+        convert_directory(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        convert_directory(tmp_path / "nowhere", tmp_path / "out")
