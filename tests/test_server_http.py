@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from contextlib import closing
 
 import pytest
-from serving import STORY, Serving, offline, open_engine, read_answer, request, serving, wait_for
+from serving import (
+    LIMIT,
+    STORY,
+    Serving,
+    offline,
+    open_engine,
+    read_answer,
+    request,
+    serving,
+    wait_for,
+)
 
 from colibri.server import stream
+from colibri.session import Session
 
 LONG = [{"role": "user", "content": "Tell me. " * 200}]
 CHAT = "/v1/chat/completions"
@@ -277,6 +289,32 @@ def test_leaving_in_prefill(server):
     assert b'colibri_requests_total{finish="gone"}' in ends()
 
 
+def test_leaving_ends_a_prompt_at_once(server, monkeypatch):
+    """The chunk that runs when a client leaves is not finished, and none is begun after it."""
+    reached, left = threading.Event(), threading.Event()
+    step, cancel = Session.step_all, Session.cancel
+
+    def slow_step(self, ids, want="all"):
+        if self.length == 128:
+            reached.set()
+            assert left.wait(LIMIT)
+        return step(self, ids, want)
+
+    def noticed(self, on=True):
+        cancel(self, on)
+        if on:
+            left.set()
+
+    with serving(open_engine()) as other, monkeypatch.context() as patch:
+        patch.setattr(Session, "step_all", slow_step)
+        patch.setattr(Session, "cancel", noticed)
+        sock = start(other, messages=LONG)
+        assert reached.wait(LIMIT)
+        slam(sock)
+        other.settle()
+        assert other.service.scheduler.kept == [128]
+
+
 def test_leaving_midway(server):
     """Killed in the middle of a stream: the next answer is whole and only its own."""
     for _ in range(3):
@@ -315,15 +353,6 @@ def test_slow_reader(server):
     for sock in socks:
         with closing(sock):
             assert read_answer(sock).delta("content") == offline(server.engine, STORY)
-
-
-def test_conversations_share_the_engine(server):
-    """Four at once are answered in turns: the last to come ends long before the longest."""
-    long = start(server, messages=LONG, max_tokens=300)
-    read_until(long, b": accepted")
-    assert server.chat(max_tokens=2).status == 200
-    assert server.service.scheduler.active <= 1
-    long.close()
 
 
 def test_queue_is_bounded(server):
@@ -474,7 +503,6 @@ def test_state(server):
 def test_an_error_of_the_core(server, monkeypatch):
     """What goes wrong in one turn is that request's 500; the next one is answered."""
     from colibri.errors import CoreError
-    from colibri.session import Session
 
     real = Session.step_all
 

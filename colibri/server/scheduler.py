@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from colibri.answer import Prompt
 from colibri.engine import Engine, Slot
@@ -208,7 +208,7 @@ class Scheduler:
             for job in list(self._active):
                 self._advance(job)
             if self._watcher.due():
-                self._watcher.look(self._active)
+                _told(self._watcher.look, self._active)
 
     def _admit(self) -> list[Job]:
         """As many as there are slots; `_begin` then finds each one's slot."""
@@ -272,5 +272,13 @@ class Scheduler:
         self._finish(job, outcome)
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        self._watcher.ended(job, outcome)
+        _told(self._watcher.ended, job, outcome)
         job.done(outcome)
+
+
+def _told(listener: Callable[..., None], *arguments: Any) -> None:
+    """Whoever looks on must not end the thread that everyone waits for."""
+    try:
+        listener(*arguments)
+    except Exception:
+        traceback.print_exc()
