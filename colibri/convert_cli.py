@@ -225,8 +225,7 @@ def plan_text(plan: Plan) -> str:
     if plan.final_bytes > plan.source_bytes:
         lines.append("  the result is larger than the source")
     if plan.is_begun:
-        done = len(plan.jobs) - len(plan.pending)
-        lines.append(f"  continues: {done} of {len(plan.jobs)} pieces are done")
+        lines.append(f"  continues: {_gb(plan.done_bytes)} of the source are done")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import crash
@@ -139,7 +140,7 @@ def test_source_goes_only_when_it_is_safe(source, tmp_path):
         patch.setattr(Path, "unlink", watched)
         execute(plan, 2, unit_bytes=UNIT)
     assert sorted(gone) == list(range(SHARDS))
-    with pytest.raises(UsageError, match="is converted, and .* holds no shards any more"):
+    with pytest.raises(UsageError, match=r"is converted, and .* holds no shards any more"):
         run(mine, target)
 
 
@@ -242,3 +243,43 @@ def test_manifest_of_another_version(source, tmp_path):
     with pytest.raises(ContainerError, match="another version of colibri"):
         run(source, tmp_path)
     run(source, tmp_path, replace=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A small tmpfs, and a function that gives it another size in bytes."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(point)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+
+    def resize(size: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(point)], check=True)
+
+    yield point, resize
+    subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+def test_full_disk(source, small_disk, monkeypatch, whole):
+    """A disk that fills up while a conversion runs ends it with the way on, keeps what is safe
+    and readers unharmed; after space was made the same command completes to the same bytes."""
+    disk, resize = small_disk
+    target, needed = disk / "out", sum(map(len, whole.values()))
+    with pytest.raises(UsageError, match=r"are needed and .* are free: .* short"):
+        run(source, target)
+    monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: 1 << 40)
+    begun = 0
+    for part in (0.5, 0.7, 0.9):
+        resize(int(needed * part) + 24_576)  # the manifest takes a part
+        with pytest.raises(ContainerError, match=r"no space is left.*run the same command again"):
+            run(source, target)
+        for path in target.glob("*.safetensors"):
+            assert path.read_bytes() == whole[path.name]
+        before, begun = begun, make_plan(Request(str(source), target, MIXED)).done_bytes
+        assert begun >= before
+    assert begun > 0
+    resize(4 * needed)
+    run(source, target)
+    assert tree(target) == whole

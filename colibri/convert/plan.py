@@ -66,6 +66,13 @@ class Plan:
         ]
 
     @property
+    def done_bytes(self) -> int:
+        """Source bytes that need not be read any more."""
+        pending = set(self.pending)
+        jobs = (job for number, (_, job) in enumerate(self.jobs) if number not in pending)
+        return sum(extent.nbytes for job in jobs for extent in job.extents)
+
+    @property
     def is_begun(self) -> bool:
         """Whether something of it has been done before."""
         return bool(self.done or self.finished)
