@@ -228,15 +228,18 @@ static int64_t refresh(clb_model *m, clb_lease *leases, int64_t n) {
     return newly;
 }
 
-int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
-                           clb_error *error) {
-    int64_t newly = refresh(m, leases, n), begin = newly ? 0 : clb_now_ns();
+int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
+                           clb_counters *counters, clb_error *error) {
+    clb_load_take_in(m, false, error);
+    int64_t newly = refresh(m, leases, n);
+    if (newly || !block) return newly < 0 ? CLB_IO : CLB_OK;
+    int64_t begin = clb_now_ns();
     while (newly == 0) {
         if (!clb_load_take_in(m, true, error))
             return clb_fail(error, CLB_IO, "the system lost a read of an expert's weights");
         newly = refresh(m, leases, n);
     }
-    if (begin) counters->read_wait_ns += clb_now_ns() - begin;
+    counters->read_wait_ns += clb_now_ns() - begin;
     return newly < 0 ? CLB_IO : CLB_OK;
 }
 

@@ -24,9 +24,9 @@ int64_t clb_residency_room(const clb_residency *r, int64_t layer);
 /* Pins leases[n] of one layer and puts the reads of all that are not in memory in flight. */
 int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
                             clb_error *error);
-/* Waits until at least one more of the leases is ready. */
-int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
-                           clb_error *error);
+/* Marks the leases that became ready; with `block`, waits until at least one more is. */
+int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
+                           clb_counters *counters, clb_error *error);
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
 /* Recency: the experts of rows that were kept, in token order; those of other rows do not count. */
 void clb_residency_commit(clb_session *s);

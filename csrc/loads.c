@@ -6,6 +6,10 @@
    several reads in flight. */
 enum { PIECE = 1 << 20 };
 
+/* Pieces in flight: enough for a drive's full rate, few enough that experts land one after the other
+   and the first is computed while the next ones are read. */
+enum { DEPTH = 6 };
+
 static void count_reads(clb_slot *s, const clb_extents *places) {
     s->reads_left = 0;
     for (int i = 0; i < places->count; i++)
@@ -14,7 +18,7 @@ static void count_reads(clb_slot *s, const clb_extents *places) {
 
 void clb_load_pump(clb_model *m) {
     clb_residency *r = m->residency;
-    while (r->queue_head != r->queue_tail && r->free_count && clb_reader_room(r->reader)) {
+    while (r->queue_head != r->queue_tail && CLB_READS - r->free_count < DEPTH) {
         clb_pending *p = &r->queue[r->queue_head % r->queue_size];
         const clb_extent *x = &p->places.at[p->extent];
         const clb_shard *shard = &m->shards[x->shard];

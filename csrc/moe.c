@@ -4,7 +4,10 @@
 #include <string.h>
 #include "experts.h"
 
-enum { UNIT = 32 }; /* output rows of one task */
+enum {
+    UNIT = 32,   /* output rows of one task */
+    AT_ONCE = 2, /* experts computed between two looks at the reader, while reads are in flight */
+};
 
 typedef struct batch { /* runs [first, last) of the layer: what the pair buffers hold at once */
     int64_t first, last;
@@ -21,6 +24,7 @@ typedef struct moe_job {
     int64_t active_count, units;
     int32_t *active_pairs; /* and their pairs, counted from base */
     int64_t active_pair_count;
+    int64_t ready_left;    /* runs that could be computed but are not among the active */
     batch batch;
 } moe_job;
 
@@ -132,11 +136,18 @@ static void add_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
 
 /* ---- one batch ------------------------------------------------------------------------------ */
 
-/* The runs that can be computed and have not been. */
+/* The runs that can be computed and have not been; a few at a time while reads are in flight. */
 static void collect_active(moe_job *job) {
-    job->active_count = job->active_pair_count = 0;
+    int64_t most = CLB_MAX_EXPERTS;
+    job->active_count = job->active_pair_count = job->ready_left = 0;
+    for (int64_t i = job->batch.first; i < job->batch.last; i++)
+        if (!job->leases[i].ready) most = AT_ONCE;
     for (int64_t i = job->batch.first; i < job->batch.last; i++) {
         if (job->runs[i].done || !job->leases[i].ready) continue;
+        if (job->active_count == most) {
+            job->ready_left++;
+            continue;
+        }
         job->runs[i].done = true;
         job->active[job->active_count++] = (int32_t)i;
         for (int64_t p = job->runs[i].first; p < job->runs[i].last; p++)
@@ -167,8 +178,8 @@ static int32_t run_batch(moe_job *job, clb_error *error) {
         if (job->active_count) compute_active(job);
         done += job->active_count;
         if (done == n) break;
-        int32_t code = clb_residency_wait(s->model, job->leases + job->batch.first, n, &s->counters,
-                                          error);
+        int32_t code = clb_residency_wait(s->model, job->leases + job->batch.first, n,
+                                          job->ready_left == 0, &s->counters, error);
         if (code) return code;
     }
     clb_parallel(s->model->pool, c->hidden, 512, add_pairs, job);
