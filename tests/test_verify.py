@@ -1,0 +1,188 @@
+"""colibri verify: what is whole is called whole, and every kind of damage is told with the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import fp8
+import numpy as np
+import pytest
+import shardkit
+
+from colibri.convert import convert_directory, repack_directory
+from colibri.convert.manifest import WorkDirectory
+from colibri.errors import Exit
+from colibri.shard import read_shard
+from colibri.verify import verify
+
+EXPERTS = "experts-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A finished conversion with all its files."""
+    base = tmp_path_factory.mktemp("verify")
+    source = shardkit.directory(base / "source")
+    for name in ("tokenizer.json", "generation_config.json"):
+        (source / name).write_text("{}")
+    convert_directory(source, base / "own")
+    return base / "own"
+
+
+@pytest.fixture
+def copy(good, tmp_path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "copy"))
+
+
+def faults(directory: Path, deep: bool = False) -> str:
+    """All faults as one text; there must be some."""
+    verdict = verify(directory, deep)
+    assert not verdict.is_whole
+    return "\n".join(verdict.faults)
+
+
+def test_whole(good):
+    """A finished conversion is whole; the counts are told, and with --deep every byte compared."""
+    verdict = verify(good, deep=True, threads=2)
+    assert verdict.is_whole and not verdict.warnings
+    assert "3 layers and the MTP layer, 12 experts" in verdict.facts[0]
+    assert "GB compared with their checksums" in verdict.facts[1]
+    assert "without" not in verdict.facts[1]
+
+
+def test_every_form_can_be_verified(good, tmp_path):
+    """Float and FP8 checkpoints too; ours are compared even in the public layout."""
+    plain = shardkit.directory(tmp_path / "plain")
+    eight = shardkit.directory(tmp_path / "fp8", {"a.safetensors": fp8.checkpoint()[0]}, fp8.CONFIG)
+    repack_directory(good, tmp_path / "public", "public")
+    for directory, word in (
+        (plain, "without"),
+        (eight, "without"),
+        (tmp_path / "public", "compared"),
+    ):
+        verdict = verify(directory, deep=True)
+        assert verdict.is_whole and word in verdict.facts[1]
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+def test_one_flipped_bit_anywhere(copy, at):
+    """A flipped bit is invisible to the quick look and found by the deep one: file and tensor."""
+    for path in sorted(copy.glob("*.safetensors")):
+        tensors = sorted(read_shard(path).tensors, key=lambda t: t.offset)
+        tensor = {"first": tensors[0], "middle": tensors[len(tensors) // 2], "last": tensors[-1]}[
+            at
+        ]
+        raw = bytearray(path.read_bytes())
+        place = (
+            tensor.offset
+            + {"first": 0, "middle": tensor.nbytes // 2, "last": tensor.nbytes - 1}[at]
+        )
+        raw[place] ^= 16
+        path.write_bytes(raw)
+        assert verify(copy).is_whole
+        text = faults(copy, deep=True)
+        assert text.count("\n") == 0 and str(path) in text and tensor.name in text
+        assert "checksum differs" in text and f"Remove {path.name} and run the conversion" in text
+        raw[place] ^= 16
+        path.write_bytes(raw)
+
+
+def test_which_expert(copy):
+    """Damage in the records is told by expert."""
+    path = copy / EXPERTS
+    records = next(t for t in read_shard(path).tensors if "layers.2." in t.name)
+    raw = bytearray(path.read_bytes())
+    raw[records.offset + 3 * records.shape[1] + 5] ^= 1
+    path.write_bytes(raw)
+    assert "model.layers.2.mlp.experts.records, piece 3, is damaged" in faults(copy, deep=True)
+
+
+def test_repair(copy, good):
+    """Doing what verify says makes the directory whole again."""
+    path = copy / EXPERTS
+    path.write_bytes(path.read_bytes()[:-5])
+    text = faults(copy)
+    assert "truncated" in text and "(5 missing)" in text and f"Remove {EXPERTS}" in text
+    path.unlink()
+    text = faults(copy)
+    assert f"{path}: is missing" in text
+    convert_directory(good.with_name("source"), copy)
+    assert verify(copy, deep=True).is_whole
+    assert path.read_bytes() == (good / EXPERTS).read_bytes()
+
+
+def test_damage_is_told_file_by_file(copy):
+    """Two bad files are two faults, each with its name."""
+    names = sorted(path.name for path in copy.glob("*.safetensors"))[:2]
+    (copy / names[0]).write_bytes(bytes(100))
+    (copy / names[1]).write_bytes((copy / names[1]).read_bytes() + b"x")
+    text = faults(copy)
+    assert f"{names[0]}: header length is 0" in text
+    assert f"{names[1]}: 1 bytes follow the last tensor" in text
+
+
+def test_files_that_do_not_belong_together(copy, tmp_path):
+    """An index that disagrees with the files, a strange file and a missing config are faults; a
+    missing tokenizer is a warning."""
+    index = copy / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    text = json.dumps(
+        fields | {"weight_map": fields["weight_map"] | {"model.norm.weight": EXPERTS}}
+    )
+    index.write_text(text)
+    assert "disagrees with the files about model.norm.weight" in faults(copy)
+    index.write_text("{")
+    assert f"{index}: cannot be used" in faults(copy)
+    index.write_text(json.dumps(fields))
+    shardkit.write(copy / "z.safetensors", {"strange": np.zeros(4, np.float32)})
+    assert "disagrees with the files about strange" in faults(copy)
+    (copy / "z.safetensors").unlink()
+    (copy / "tokenizer.json").unlink()
+    verdict = verify(copy)
+    assert verdict.is_whole and "tokenizer.json: is missing" in verdict.warnings[0]
+    (copy / "config.json").unlink()
+    assert "config.json: is missing" in faults(copy)
+    assert "holds no *.safetensors file" in faults(tmp_path)
+
+
+def test_unfinished_conversion(copy):
+    """A directory into which a conversion has not ended is not whole."""
+    WorkDirectory(copy).unlock()
+    assert "a conversion into it has not ended" in faults(copy)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('\\"piece\\":', '\\"piecf\\":', "is no checksum"),
+        ('\\"crc32\\":\\"', '\\"crc32\\":\\"00000000', "sums, not"),
+        ('\\"crc32\\":\\"', '\\"crc32\\":\\"zzzzzzzz', "sums, not"),
+        ('{\\"piece\\":', '{\\"piece\\":-', "is no checksum"),
+        ('"checksums": "{', '"checksums": "[', "not valid JSON"),
+        ("layers.1.mlp.experts.records\\", "layers.1.mlp.experts.recordz\\", "has none"),
+    ],
+)  # fmt: skip
+def test_bad_checksums(copy, old, new, message):
+    """Checksums that make no sense are a fault of their file, never a crash."""
+    header, data = shardkit.load(copy / EXPERTS)
+    text = json.dumps(header)
+    assert old in text
+    at = text.index('"checksums"')
+    changed = text[:at] + text[at:].replace(old, new, 1)
+    changed = changed.ljust(-(-(len(changed) + 8) // 4096) * 4096 - 8)
+    shardkit.store(copy / EXPERTS, changed.encode(), data)
+    text = faults(copy, deep=True)
+    assert message in text and EXPERTS in text
+
+
+def test_command(command, good, copy):
+    """The command prints what it found, and its exit status is 0 only for what is whole."""
+    status, out, err = command("verify", str(good), "--deep")
+    assert (status, err) == (Exit.OK, "") and out.endswith(f"{good}: whole\n")
+    (copy / EXPERTS).unlink()
+    status, out, err = command("verify", str(copy))
+    assert status == Exit.ERROR and f"colibri: fault: {copy / EXPERTS}: is missing" in err
+    assert "whole" not in out
+    assert command("verify", str(copy / "nowhere")).status == Exit.USAGE
