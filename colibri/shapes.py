@@ -56,6 +56,7 @@ _GLM_5: dict[str, Any] = {
     "index_topk": 2048,
     "num_nextn_predict_layers": 1,
     "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
 }
 _GLM_52 = _GLM_5 | {
     "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
@@ -139,7 +140,7 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         config=config,
         formats=f"{format_of(container.expert(layers - 1, 0)[0])} experts, "
         f"{formats.most_common(1)[0][0]} for most of the rest",
-        dense=_work((e for e in container.entries if 0 <= e.layer < layers), form),
+        dense=_work((e for e in container.entries if _each_token(e, layers)), form),
         head=_work([_head(container.entries)], form),
         mtp_dense=_work((e for e in container.entries if e.layer == layers), form),
         expert=expert,
@@ -172,7 +173,7 @@ def of_config(name: str, config: ModelConfig, formats: Formats, mtp: bool = True
         name=name,
         config=config,
         formats=f"{formats.experts} experts, {formats.dense} for the rest",
-        dense=_work((e for e in entries if 0 <= e.layer < layers), form),
+        dense=_work((e for e in entries if _each_token(e, layers)), form),
         head=_work([_head(entries)], form),
         mtp_dense=_work(mtp_entries, form),
         expert=_record(config, formats.experts),
@@ -215,6 +216,11 @@ def _work(entries: Iterable[Entry], form: Callable[[Entry], Format]) -> Work:
         nbytes[kind] += stored.nbytes(rows, cols)
         weights[kind] += rows * cols
     return Work(nbytes, weights)
+
+
+def _each_token(entry: Entry, layers: int) -> bool:
+    """Whether every token meets it: all of the main layers, and the norm before the head."""
+    return 0 <= entry.layer < layers or entry.role == "norm"
 
 
 def _head(entries: Iterable[Entry]) -> Entry:

@@ -91,7 +91,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
     """What write_document wrote; None when there is no such file, StateError when damaged."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as why:
         raise StateError(f"{path}: cannot be read: {why.strerror}") from why

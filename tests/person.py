@@ -6,30 +6,46 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pexpect
 import pyte
 
 LIMIT = 60  # seconds before a test gives up
+GATED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import gate
+from colibri import cli
+gate.install(os.open(sys.argv[2], os.O_RDONLY), sys.argv[3])
+sys.exit(cli.main(sys.argv[4:]))
+"""
 
 
 class Person:
     """`colibri ARGUMENTS` on a terminal of its own; the screen is what an xterm would show.
 
-    `raw` is everything the program wrote. The screen is long enough not to scroll in tests.
+    `raw` is everything the program wrote. The screen is long enough not to scroll in tests. With a
+    `gate` (show or progress) the program waits there until `open`.
     """
 
     def __init__(
-        self, *arguments: str, columns: int = 80, rows: int = 150, gate: list[str] | None = None,
-        **env: str,
-    ) -> None:  # fmt: skip
+        self, *arguments: str, columns: int = 80, rows: int = 150, gate: str = "", **env: str
+    ) -> None:
         kept = {"PATH", "HOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
         base = {name: os.environ[name] for name in kept & set(os.environ)}
-        program = gate or ["-m", "colibri"]
+        program, self._gate = ["-m", "colibri"], -1
+        if gate:
+            self._pipe = Path(tempfile.mkdtemp()) / "gate"
+            os.mkfifo(self._pipe)
+            self._gate = os.open(self._pipe, os.O_RDWR)
+            program = ["-c", GATED, str(Path(__file__).parent), str(self._pipe), gate]
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
+        self._text: str | None = None
         self.child = pexpect.spawn(
             sys.executable, [*program, *arguments], timeout=LIMIT, dimensions=(rows, columns),
             env=base | {"TERM": "xterm", "COLIBRI_THREADS": "1", "COLIBRI_STATE": "off"} | env,
@@ -40,12 +56,26 @@ class Person:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.open()
         self.child.close(force=True)
+
+    def open(self) -> None:
+        """Let everything pass the gate (see gate.py), now and later."""
+        if self._gate >= 0:
+            os.close(self._gate)
+            self._pipe.unlink()
+            self._pipe.parent.rmdir()
+        self._gate = -1
 
     @property
     def text(self) -> str:
         """The screen, without what is blank at its ends."""
-        return "\n".join(line.rstrip() for line in self.screen.display).strip("\n")
+        if self._text is None:
+            buffer, columns = self.screen.buffer, range(self.screen.columns)
+            rows = (buffer[y] for y in range(max(buffer, default=-1) + 1))
+            lines = ["".join(row[x].data for x in columns) if row else "" for row in rows]
+            self._text = "\n".join(line.rstrip() for line in lines).strip("\n")
+        return self._text
 
     def until(self, pattern: str) -> str:
         """Wait until the screen matches; returns the screen."""
@@ -58,8 +88,8 @@ class Person:
         return self.text
 
     def ready(self) -> str:
-        """Wait for an empty prompt in the last line; returns the screen."""
-        return self.until(r"(^|\n)>$")
+        """Wait for an empty prompt in the last line, not the first; returns the screen."""
+        return self.until(r"\n>$")
 
     def type(self, text: str) -> None:
         """Keys; Enter is \\r."""
@@ -69,8 +99,8 @@ class Person:
         """A line at the prompt, and everything until the next one; returns the screen."""
         self.ready()
         self.screen.reset()
+        self._text = None
         self.type(text + "\r")
-        self.until(r"\S")
         return self.ready()
 
     def interrupt(self) -> None:
@@ -93,5 +123,6 @@ class Person:
         except pexpect.EOF:
             return False
         self.raw += data
+        self._text = None
         self._stream.feed(data)
         return True

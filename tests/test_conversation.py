@@ -52,7 +52,9 @@ def test_answers_are_remembered(talk, engine):
     assert roles == [*expected, ("assistant", second)] and talk.turns == 2
     assert turn.receipt.prefill_tokens < 20
     messages = [{"role": role, "content": content} for role, content in roles[:3]]
-    assert "".join(p.text for p in engine.answer(engine.chat(messages), engine.new_slot())) == second
+    assert (
+        "".join(p.text for p in engine.answer(engine.chat(messages), engine.new_slot())) == second
+    )
 
 
 def test_tokens_the_encoder_would_not_choose(talk, engine):
@@ -161,7 +163,12 @@ def test_saved_and_loaded(talk, engine):
 
 @pytest.mark.parametrize(
     "change",
-    [{"messages": None}, {"messages": [{}]}, {"messages": [{"role": "tool"}]}, {"answer": {"a": 1}}],
+    [
+        {"messages": None},
+        {"messages": [{}]},
+        {"messages": [{"role": "tool"}]},
+        {"answer": {"a": 1}},
+    ],
 )
 def test_loading_what_is_no_conversation(talk, change):
     """Values that lack something are refused, and the conversation is as before."""

@@ -1,4 +1,4 @@
-"""Saved conversations: resumed they are as if never stopped, and no accident loses the last save."""
+"""Saved conversations: resumed they are as if never stopped; no accident loses the last save."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from colibri._core import ffi, lib
 
 from colibri.container import Container
 from colibri.convert import convert_directory
@@ -19,7 +20,7 @@ from colibri.errors import CoreError, StateError
 from colibri.formats import Format
 from colibri.knobs import Settings
 from colibri.layout import Formats
-from colibri.model import Model
+from colibri.model import Model, check
 from colibri.saved import DOCUMENT, SEGMENTS, DamagedRows, Saved, names
 from colibri.session import Session
 from colibri.state import State
@@ -255,9 +256,6 @@ def test_one_at_a_time(state, session):
 @pytest.mark.parametrize("length", [(-1, 0), (257, 0), (4, 5), (4, -1)])
 def test_the_core_checks_lengths(session, length):
     """Rows beyond the context, or drafts beyond the text, are refused; the session is unchanged."""
-    from colibri._core import ffi, lib
-    from colibri.model import check
-
     error = ffi.new("clb_error *")
     with pytest.raises(CoreError, match="a context of 256 cannot hold"):
         check(lib.clb_session_restore(session.handle, *length, error), error)

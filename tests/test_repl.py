@@ -1,0 +1,281 @@
+"""`colibri chat` at a terminal: streaming, Ctrl-C, editing, resuming, narrow and dumb terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from person import Person
+
+from colibri.conversation import Conversation
+from colibri.engine import Engine
+from colibri.knobs import Settings
+
+STORY = "Tell me a story about a fox."
+LONG = "Tell me. " * 100
+CHAT = ("chat", "--temp", "0")
+ONCE = "Once upon a time, there was a big fox named Luna."
+
+
+@pytest.fixture
+def kept(tmp_path) -> dict[str, str]:
+    """The environment of a state directory."""
+    return {"COLIBRI_STATE": str(tmp_path / "state")}
+
+
+def answer(screen: str) -> str:
+    """The answer on a screen, its lines joined again: what stands between question and status."""
+    lines = [line.ljust(80) for line in screen.rpartition("tok/s")[0].splitlines()]
+    last = max(number for number, line in enumerate(lines) if line.startswith("> "))
+    return "".join(lines[last + 1 : -1]).rstrip()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The demo in this process, greedy: what is to be said."""
+    return Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
+
+
+def whole(engine: Engine, *questions: str) -> str:
+    """The answer to the last of these questions, asked in turn and never interrupted."""
+    engine.slot = engine.new_slot()
+    talk = Conversation(engine)
+    for question in questions:
+        turn = talk.ask(question)
+        text = "".join(piece.text for piece in turn)
+        talk.settle(turn)
+    return text.replace("\n", " ")
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+def test_streams_as_it_is_made():
+    """The first words are on the screen while the program still waits with the rest; then the
+    answer, one quiet line, and the next prompt."""
+    with Person(*CHAT, gate="show") as person:
+        person.ready()
+        person.type(STORY + "\r")
+        assert "tok/s" not in person.until("Once")
+        person.open()
+        screen = person.ready()
+        assert ONCE in screen
+        assert re.search(r"\n[\d.]+ tok/s, first [\d.]+ m?s, \d+/\d+ drafts, \d+/1024 context\n>$",
+                         screen)  # fmt: skip
+        person.type("/quit\r")
+        assert person.end() == 0
+
+
+def test_the_status_is_dimmed():
+    """Beside the answer everything is in the background, where there are colours."""
+    with Person(*CHAT) as person:
+        person.say("What colour is snow?")
+        assert re.search(rb"\x1b\[2m[\d.]+ tok/s", person.raw)
+    with Person(*CHAT, NO_COLOR="1") as person:
+        person.say("What colour is snow?")
+        assert b"\x1b[2m" not in person.raw
+
+
+# ---- Ctrl-C -------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_decode(engine):
+    """The key ends the turn and keeps it; more goes on; the next question is answered."""
+    with Person(*CHAT, gate="show") as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        person.type("\x03")
+        person.until(r"\^C")
+        person.open()
+        screen = person.ready()
+        first = answer(screen).replace("^C", "")
+        assert "interrupted, /more goes on" in screen and ONCE.startswith(first[:10])
+        rest = answer(person.say("/more"))
+        assert "interrupted" not in rest and first + rest == whole(engine, STORY)
+        assert "tok/s" in person.say("What colour is snow?")
+        person.type("\x04")
+        assert person.end() == 0
+
+
+def test_ctrl_c_in_prefill():
+    """A long question is given up before its answer; retry asks it again."""
+    with Person(*CHAT, gate="progress") as person:
+        person.ready()
+        person.type(LONG + "\r")
+        person.until("gate 128/")
+        person.type("\x03")
+        person.open()
+        assert "interrupted" in person.ready()
+        assert "tok/s" in person.say("/retry")
+        person.type("\x04")
+        assert person.end() == 0
+
+
+def test_a_second_ctrl_c_in_a_turn_quits():
+    """Two signals before the program comes back end it, with the conversation as far as it got."""
+    with Person(*CHAT, gate="show") as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        person.interrupt()
+        os.kill(person.child.pid, signal.SIGSTOP)  # so that both are told apart
+        person.interrupt()
+        os.kill(person.child.pid, signal.SIGCONT)
+        person.open()
+        assert person.end() == 130 and "Traceback" not in person.text
+
+
+def test_ctrl_c_at_the_prompt():
+    """It drops what was typed; with nothing typed it asks for another, which quits."""
+    with Person(*CHAT) as person:
+        person.ready()
+        person.type("rubbish")
+        person.until("rubbish")
+        person.type("\x03")
+        person.ready()
+        person.type("\x03")
+        person.until("once more")
+        person.say("What colour is snow?")  # a question in between: the count begins anew
+        person.type("\x03")
+        person.until("once more")
+        person.ready()
+        person.type("\x03")
+        assert person.end() == 130 and "Traceback" not in person.text
+
+
+def test_ctrl_c_after_an_interrupted_turn_quits():
+    """The first ends the turn, the second, at the prompt, the chat."""
+    with Person(*CHAT, gate="show") as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        person.interrupt()
+        person.open()
+        person.ready()
+        person.type("\x03")
+        assert person.end() == 130
+
+
+# ---- typing -------------------------------------------------------------------------------------
+
+
+def test_several_lines(engine):
+    """A backslash, Alt-Enter, three quotes and a paste: each makes one question of two lines."""
+    ways = (
+        "Tell me a story\\\rabout a fox.",
+        "Tell me a story\x1b\rabout a fox.",
+        '"""\rTell me a story\rabout a fox.\r"""',
+        "\x1b[200~Tell me a story\rabout a fox.\x1b[201~",
+    )
+    expected = whole(engine, "Tell me a story\nabout a fox.")
+    with Person(*CHAT) as person:
+        for keys in ways:
+            screen = person.say(keys)
+            shown = "".join(line.ljust(80) for line in screen.splitlines())
+            assert expected[:70] in shown
+            person.say("/reset")
+
+
+def test_editing_and_history(kept):
+    """Arrow keys edit the line and bring back earlier ones, also those of an earlier chat."""
+    with Person(*CHAT, **kept) as person:
+        person.ready()
+        person.type("/hepl\x1b[D\x1b[D\x1b[D\x7f\x05\x7f")
+        person.type("\x15/stats\r")
+        person.until("no turn yet")
+        person.ready()
+        person.type("\x1b[A")
+        person.until("> /stats$")
+        person.type("\x15\x04")
+        assert person.end() == 0
+    with Person(*CHAT, **kept) as person:
+        person.ready()
+        person.type("\x1b[A")
+        person.until("> /stats$")
+    path = Path(kept["COLIBRI_STATE"]) / "history"
+    assert path.stat().st_mode & 0o077 == 0
+
+
+# ---- sessions -----------------------------------------------------------------------------------
+
+
+def test_resume(kept, engine):
+    """A conversation survives kill -9: the next chat says what it takes up, reads nothing again
+    and answers as if nothing had happened."""
+    arguments = (*CHAT, "--session", "trip")
+    with Person(*arguments, **kept) as person:
+        assert "session 'trip' is new" in person.ready()
+        person.say(STORY)
+        os.kill(person.child.pid, signal.SIGKILL)
+        person.end()
+    with Person(*arguments, **kept) as person:
+        screen = person.ready().replace("\n", " ")
+        assert re.search(r"resumed 'trip', saved \d{4}-.*: 1 question, 168 tokens, none of them "
+                         "read again", screen)  # fmt: skip
+        second = answer(person.say("Tell me a story about a bear."))
+        person.type("/quit\r")
+        assert person.end() == 0
+    assert second == whole(engine, STORY, "Tell me a story about a bear.")
+
+
+def test_another_container_is_refused(kept, demo_path, tmp_path):
+    """A session of another model ends the start with one line that names both."""
+    other = tmp_path / "other"
+    shutil.copytree(demo_path, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2e-5}))
+    with Person(*CHAT, "--session", "trip", **kept) as person:
+        person.say("What colour is snow?")
+        person.type("\x04")
+        assert person.end() == 0
+    with Person("chat", str(other), "--session", "trip", columns=400, **kept) as person:
+        assert person.end() == 1
+        assert "session 'trip' belongs to another container" in person.text
+        assert str(other) in person.text and str(demo_path.resolve()) in person.text
+
+
+# ---- terminals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", [{"LANG": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_twenty_columns(env):
+    """All of it works where hardly anything fits, and in any locale."""
+    with Person(*CHAT, columns=20, **env) as person:
+        screen = person.say("What colour is snöw?")
+        assert re.search(r"tok/s\n", screen) and re.search(r"\d+/1024 context\n>$", screen)
+        assert "/think" in person.say("/help")
+        assert "UnicodeError" not in person.text
+        person.type("\x04")
+        assert person.end() == 0
+
+
+def test_dumb_terminal(kept):
+    """TERM=dumb sees no escape sequence, and Ctrl-C means the same."""
+    arguments = (*CHAT, "--session", "trip")
+    with Person(*arguments, columns=20, TERM="dumb", LANG="C", **kept) as person:
+        person.say(STORY)
+        person.say("/help")
+        person.type("\x03")
+        person.until("once more")
+        person.ready()
+        person.type("\x03")
+        assert person.end() == 130 and b"\x1b" not in person.raw
+
+
+def test_no_state_directory(tmp_path):
+    """Where nothing can be kept one warning says so, and the chat goes on."""
+    (tmp_path / "file").write_text("")
+    arguments = (*CHAT, "--session", "trip")
+    with Person(*arguments, columns=200, COLIBRI_STATE=str(tmp_path / "file")) as person:
+        person.say("What colour is snow?")
+        person.say("What colour is snow?")
+        seen = person.raw.decode()
+        assert seen.count("session 'trip' cannot be kept") == 1
+        person.type("\x04")
+        assert person.end() == 0
