@@ -144,9 +144,12 @@ def verify(directory: Path, deep: bool, threads: int | None) -> int:
     help="Tokens that a token may look back on; the text is cut into such pieces. "
     "[default: 1024, or what the model holds]",
 )
+@click.option("--markup", is_flag=True, help="Control tokens in the text are control tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @knob_options(knobs.MACHINE, without=("context", "warm"))
-def score(model: str | None, text: Path, window: int | None, as_json: bool, **values: Any) -> int:
+def score(
+    model: str | None, text: Path, window: int | None, markup: bool, as_json: bool, **values: Any
+) -> int:
     """Say how well a model predicts a text.
 
     Negative log-likelihood per token and per byte, and perplexity. The same model, text and window
@@ -155,7 +158,7 @@ def score(model: str | None, text: Path, window: int | None, as_json: bool, **va
     """
     settings = settings_of({**values, "draft": "0"}, model)
     terminal = Terminal.of(settings.screen)
-    found = _score(settings, text, window, terminal)
+    found = _score(settings, text, window, terminal, markup)
     terminal.clear()
     terminal.write(
         json.dumps(found.as_dict()) + "\n" if as_json else "\n".join(_score_lines(found)) + "\n"
@@ -258,7 +261,9 @@ class _Meter:
 # ---- scoring ------------------------------------------------------------------------------------
 
 
-def _score(settings: Settings, text: Path, window: int | None, terminal: Terminal) -> Score:
+def _score(
+    settings: Settings, text: Path, window: int | None, terminal: Terminal, markup: bool = False
+) -> Score:
     from colibri.config import ModelConfig
     from colibri.engine import Engine, model_directory
     from colibri.score import WINDOW, score_text
@@ -271,7 +276,7 @@ def _score(settings: Settings, text: Path, window: int | None, terminal: Termina
     )
     return score_text(
         engine.slot.session, engine.tokenizer, content, window,
-        lambda done, total: terminal.progress("scoring token", done, total),
+        lambda done, total: terminal.progress("scoring token", done, total), markup,
     )  # fmt: skip
 
 

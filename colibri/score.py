@@ -55,17 +55,19 @@ def score_text(
     text: str,
     window: int = WINDOW,
     report: Report | None = None,
+    markup: bool = False,
 ) -> Score:
     """Score every token of `text`, given the tokens before it in its window.
 
     The text is cut into windows of `window` tokens, each behind the model's own prefix
     ([gMASK]<sop>, when its tokenizer has it); without a prefix a window's first token has nothing
-    to be predicted from and is left out. Sums are exact, so the result depends on the model, the
-    text and the window alone: not on threads, nor on how many rows run at a time.
+    to be predicted from and is left out. With `markup`, control tokens written in the text are
+    control tokens; else all of it is plain text. Sums are exact, so the result depends on the
+    model, the text and the window alone: not on threads, nor on how many rows run at a time.
     UsageError for a text without tokens, or a window the session cannot hold.
     """
     prefix = raw_prompt("", tokenizer)
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode_template(text) if markup else tokenizer.encode(text)
     if not ids or (len(ids) == 1 and not prefix):
         raise UsageError("the text has no token to score; give a longer one")
     if not 1 <= window <= session.context - len(prefix) or window + len(prefix) < 2:
@@ -79,8 +81,6 @@ def score_text(
         scored += part if prefix else part[1:]
         if report:
             report(begin + len(part), len(ids))
-    if not scored:
-        raise UsageError("no token has one before it in its window; give a larger --window")
     size = len(text.encode()) if len(scored) == len(ids) else _bytes_of(tokenizer, scored)
     return Score(math.fsum(nats), len(scored), size, window)
 
