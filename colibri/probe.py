@@ -29,6 +29,7 @@ ABSORBED = "absorbed"  # kv_b: unpacked, then multiplied as floats, each row by 
 MANY = 16  # rows at which products are no longer bound by unpacking weights
 _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
 _PIECE = 1 << 20
+_LEAST = 2 << 20  # bytes a thread reads at least
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
 
@@ -162,5 +163,5 @@ def measure(
 
 def bandwidth(threads: int, size: int) -> float:
     """Bytes a second that threads read together from `size` bytes, which a cache may hold."""
-    size = max(1 << 20, min(machine.MEMORY_BYTES, size))
+    size = max(threads * _LEAST, min(machine.MEMORY_BYTES, size))
     return machine.read_bandwidth(threads, 0.3, size)
