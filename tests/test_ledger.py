@@ -101,5 +101,7 @@ def test_the_parts_of_a_real_turn_add_up(demo_model, demo_tokenizer):
     assert sum(s.core.get("forwards", 0) for s in main) == sum(s.forwards for s in main)
     assert ledger.segments[VERIFY].core["head_bytes"] > 0
     draft, absorb = ledger.segments[DRAFT], ledger.segments[ABSORB]
-    assert draft.rows == draft.forwards == 2 * ledger.segments[VERIFY].forwards
+    assert draft.rows == draft.forwards
+    # two passes a verification, but the last one may be cut short by the limit
+    assert 0 <= 2 * ledger.segments[VERIFY].forwards - draft.forwards <= 2
     assert absorb.rows == session.mtp_length - (len(ids) - 1)

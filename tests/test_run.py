@@ -234,7 +234,7 @@ def test_progress_is_drawn_and_removed():
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "dumb", "COLUMNS": "20", "LANG": "C"}])
 def test_dumb_terminal(env):
     """TERM=dumb gets no escape sequence at all."""
-    arguments = ("run", "-p", LONG, "-n", "30", "--temp", "0")
+    arguments = ("run", "-p", LONG, "-n", "3", "--temp", "0")
     with gated("show", *arguments, terminal=True, **env) as command:
         status, text, _ = command.end()
     assert status == 0 and ESCAPE not in text and "stopped at the limit" in text
