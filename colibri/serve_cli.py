@@ -131,12 +131,13 @@ def announce(settings: Settings, engine: Engine, address: Any, model_id: str) ->
     host, port = address[:2]
     reach = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
     shown = f"[{reach}]" if ":" in reach else reach
-    drafts = "off" if settings.draft == 0 else "on"
+    drafter, _ = engine.speculation(engine.slot, engine.sampling)
+    drafts = drafter.name if drafter else "none"
     count = engine.conversations
     return (
         f"colibri: {model_id}, {engine.context} tokens of context, "
         f"{count} conversation{'' if count == 1 else 's'} at once "
-        f"({gigabytes(engine.slot.session.bytes)} each), speculation {drafts}\n"
+        f"({gigabytes(engine.slot.session.bytes)} each), drafts: {drafts}\n"
         f"colibri: the API is at http://{shown}:{port}/v1, the page at http://{shown}:{port}/"
         + ("" if settings.api_key else " (this machine only, no key)")
     )

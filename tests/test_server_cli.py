@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
+from serving import open_engine
 from test_run import environment
 
 from colibri.knobs import Settings
-from colibri.serve_cli import is_loopback
+from colibri.serve_cli import announce, is_loopback
 
 LIMIT = 60
 
@@ -115,3 +116,14 @@ def test_defaults():
     settings = Settings.resolve({}, {})
     assert (settings.host, settings.port, settings.api_key) == ("127.0.0.1", 8000, None)
     assert settings.draft is None and settings.mtp
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafter"), [({}, "mtp"), ({"mtp": "0"}, "ngram"), ({"draft": "0"}, "none")]
+)
+def test_announcement(flags, drafter):
+    """What is said of drafts is what the engine will do, not what was asked for."""
+    engine = open_engine(conversations="2", **flags)
+    text = announce(engine.settings, engine, ("0.0.0.0", 80), "m")
+    assert f"drafts: {drafter}" in text and "2 conversations at once" in text
+    assert "http://127.0.0.1:80/v1" in text

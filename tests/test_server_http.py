@@ -347,7 +347,7 @@ def test_leaving_the_queue(server):
 
 def test_slow_reader(server):
     """A client that reads nothing keeps neither the engine nor another client waiting."""
-    socks = [start(server, logprobs=True, top_logprobs=20) for _ in range(4)]
+    socks = [start(server, logprobs=True, top_logprobs=8) for _ in range(3)]
     server.settle()  # their answers are made although nobody reads
     assert server.chat().text == offline(server.engine, STORY)
     for sock in socks:
@@ -391,6 +391,15 @@ def test_stop_strings(server, stop, stream_it):
     answer = server.chat(stop=stop, stream=stream_it)
     text = answer.delta("content") if stream_it else answer.text
     assert text == whole[: min(found)] if found else text == whole
+
+
+def test_one_stop_policy(server):
+    """Role tokens end an answer, tool calls do not (B-6 70); the stops are those of run."""
+    id_of, stops = server.engine.tokenizer.id_of, server.engine.stops
+    assert {id_of(t) for t in ("<|user|>", "<|observation|>", "<|endoftext|>")} <= stops
+    assert id_of("<tool_call>") not in stops
+    for seed in (1, 2):
+        assert "<|" not in server.chat(max_tokens=400, seed=seed, temperature=1.2).text
 
 
 def test_stops_count_the_same_with_drafts(server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -88,6 +89,13 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def acceptance(server: Serving) -> float:
+    """The share of all drafts so far that were kept."""
+    text = server.get("/metrics").body.decode()
+    count = {k: float(v) for k, v in re.findall(r'tokens_total\{kind="(\w+)"\} (\S+)', text)}
+    return count["accepted"] / count["drafted"]
+
+
 def test_clients_that_leave(server):
     """48 requests from 8 clients, a third of them leaving early."""
     run(server, range(48))
@@ -95,9 +103,10 @@ def test_clients_that_leave(server):
 
 @pytest.mark.slow
 def test_memory_is_flat(server):
-    """200 requests after 200 others leave memory and open files as they were."""
+    """200 requests after 200 others leave memory, open files and acceptance as they were."""
     run(server, range(200))
-    before, files = resident(), descriptors()
+    before, files, kept = resident(), descriptors(), acceptance(server)
     run(server, range(200, 400))
+    assert abs(acceptance(server) - kept) < 0.05
     assert resident() - before < 8 << 20
     assert descriptors() <= files + 2

@@ -161,10 +161,13 @@ class Api:
         wish = Wish(wanted.stops, wanted.logprobs, getattr(wanted, "parallel", True))
         reply = Reply(service.engine.tokenizer, prompt, wish, parser)
         mailbox: Mailbox[Delta | Outcome] = Mailbox()
+        whole = Whole()
         address = request.client.host if request.client else ""
         job = Job(
             prompt, service.sampling(wanted), service.limit(wanted), reply,
-            f"{address} {wanted.user}", mailbox.post, mailbox.post,
+            client=f"{address} {wanted.user}",
+            deliver=mailbox.post if wanted.stream else whole.add,
+            done=mailbox.post,
         )  # fmt: skip
         service.scheduler.submit(job)
         leaving = asyncio.create_task(self._cancel_when_gone(request, job))
@@ -172,7 +175,8 @@ class Api:
         if wanted.stream:
             return EventStream(events(mailbox, shape, reply), close)
         try:
-            return await _whole(mailbox, shape, reply)
+            (outcome,) = await mailbox.take()
+            return _answer(whole, outcome, shape, reply)
         finally:
             close()
 
@@ -201,19 +205,14 @@ def _closer(leaving: asyncio.Task[None], service: Service, job: Job) -> Callable
     return close
 
 
-async def _whole(mailbox: Mailbox[Delta | Outcome], shape: Shape, reply: Reply) -> Response:
-    """Wait for all of it."""
-    whole = Whole()
-    while True:
-        for item in await mailbox.take():
-            whole.add(item.delta if isinstance(item, Outcome) else item)
-            if not isinstance(item, Outcome):
-                continue
-            if item.gone:
-                return Response(status_code=499)
-            if item.error or not item.receipt:
-                raise refusal_of(item)
-            return _json(shape.whole(whole, item.finish_reason, reply, item.receipt))
+def _answer(whole: Whole, outcome: Any, shape: Shape, reply: Reply) -> Response:
+    """All of it in one object."""
+    if outcome.gone:
+        return Response(status_code=499)
+    if outcome.error or not outcome.receipt:
+        raise refusal_of(outcome)
+    whole.add(outcome.delta)
+    return _json(shape.whole(whole, outcome.finish_reason, reply, outcome.receipt))
 
 
 async def _body(request: Request) -> bytes:

@@ -33,8 +33,17 @@ class Delta:
     reasoning_logprobs: list[Entry] = field(default_factory=list)
     logprobs: list[Entry] = field(default_factory=list)
 
+    def add(self, later: Delta) -> None:
+        """What came after this one."""
+        self.reasoning += later.reasoning
+        self.content += later.content
+        self.calls += later.calls
+        self.reasoning_logprobs += later.reasoning_logprobs
+        self.logprobs += later.logprobs
+
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls or self.logprobs)
+        parts = (self.reasoning, self.content, self.calls, self.reasoning_logprobs, self.logprobs)
+        return any(parts)
 
 
 @dataclass(frozen=True)

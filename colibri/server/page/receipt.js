@@ -63,8 +63,8 @@ function drawExperts(turn) {
   const hit = found.used - found.missed;
   bar($("hits"), [[hit, "k0"], [found.missed, "k1"]]);
   const share = found.used ? ` (${((100 * hit) / found.used).toFixed(1)}%)` : "";
-  const text = `${count(hit)} in memory${share}, ${count(found.missed)} missed: `
-    + `${bytes(found.read_bytes)} read, ${seconds(found.wait_seconds)} waited`;
+  const text = `${count(hit)} in memory${share}, ${count(found.missed)} missed`
+    + (found.missed ? `: ${bytes(found.read_bytes)} read, ${seconds(found.wait_seconds)} waited` : "");
   $("hits").setAttribute("aria-label", text);
   $("experts").textContent = text;
 }
@@ -107,7 +107,8 @@ function drawRates(turn) {
     rates.push(turn.answer_tokens_per_second);
     if (rates.length > HISTORY) rates.shift();
   }
-  if (rates.length < 2) { $("spark").replaceChildren(); return; }
+  $("spark").toggleAttribute("hidden", rates.length < 2);
+  if (rates.length < 2) return;
   const most = Math.max(...rates);
   const points = rates.map((rate, i) => `${(240 * i) / (rates.length - 1)},${34 - (31 * rate) / most}`);
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -122,10 +123,10 @@ export function draw(state) {
   $("which").textContent = turn.running ? "of the running answer" : "of the last answer";
   $("rate").textContent = turn.answer_tokens_per_second ? round(turn.answer_tokens_per_second) : "–";
   $("first").textContent = turn.first_token_seconds != null ? seconds(turn.first_token_seconds) : "–";
-  const cached = turn.cached_tokens ? `, ${count(turn.cached_tokens)} cached` : "";
+  const cached = turn.cached_tokens ? ` (${count(turn.cached_tokens)} cached)` : " tokens";
   $("read").textContent = turn.read_tokens < turn.prompt_tokens
     ? `${count(turn.read_tokens)} of ${count(turn.prompt_tokens)} read`
-    : `${count(turn.prompt_tokens)} tokens${cached}`;
+    : `${count(turn.prompt_tokens)}${cached}`;
   $("made").textContent = `${count(turn.answer_tokens)} tokens`;
   drawTime(turn);
   drawDrafts(turn);
