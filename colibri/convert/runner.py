@@ -122,7 +122,7 @@ class Runner:
     def _fetch(self, number: int, window: _Window) -> None:
         """Have a job's shards on the disk; if there is no room for them, finish what runs first."""
         for shard in sorted({e.shard for e in self.plan.jobs[number][1].extents}):
-            if not self.shelf.ready(shard) and self.shelf.full():
+            if not self.shelf.is_coming(shard):
                 window.drain()
             self.reader.open(shard, self.shelf.path(shard))
 

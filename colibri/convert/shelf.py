@@ -16,11 +16,8 @@ AT_ONCE = 2  # shards of a hub on the disk: one being read, one on its way
 class Shelf(Protocol):
     """Gives shards to read, and takes them back."""
 
-    def ready(self, shard: int) -> bool:
-        """Whether `path` would return at once."""
-
-    def full(self) -> bool:
-        """Whether nothing more comes before something is released."""
+    def is_coming(self, shard: int) -> bool:
+        """Whether a shard is here or on its way, so that nothing need be released for it."""
 
     def path(self, shard: int) -> Path:
         """Where a shard lies; waits until it does."""
@@ -39,13 +36,9 @@ class Directory:
         self.directory, self.delete = directory, delete
         self._files = files
 
-    def ready(self, shard: int) -> bool:
+    def is_coming(self, shard: int) -> bool:
         """Always."""
         return True
-
-    def full(self) -> bool:
-        """Never."""
-        return False
 
     def path(self, shard: int) -> Path:
         """The shard's own path; ContainerError when it is gone."""
@@ -90,8 +83,7 @@ class Stream:
     """Shards fetched one after the other while others are read, at most AT_ONCE on the disk.
 
     `fetch(shard)` brings one and returns its path; it runs in a thread of its own, in the order of
-    `wanted`. More than AT_ONCE come only when a job cannot run without them (`path` is called
-    while nothing can be released).
+    `wanted`, which ascends. More than AT_ONCE come only when `path` is called for one of them.
     """
 
     def __init__(
@@ -107,15 +99,10 @@ class Stream:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def ready(self, shard: int) -> bool:
-        """Whether the shard is here."""
+    def is_coming(self, shard: int) -> bool:
+        """Whether the shard is here or on its way."""
         with self._change:
-            return self._held.get(shard) is not None
-
-    def full(self) -> bool:
-        """Whether the next shard waits for room."""
-        with self._change:
-            return len(self._held) >= AT_ONCE and None not in self._held.values()
+            return shard in self._held
 
     def path(self, shard: int) -> Path:
         """Wait for a shard, beyond AT_ONCE if need be."""
@@ -164,5 +151,6 @@ class Stream:
                 self._change.notify_all()
 
     def _room(self, shard: int) -> bool:
-        """A shard that is waited for may lie after others that have to come first."""
-        return len(self._held) < AT_ONCE or self._urgent is not None
+        """A shard that is waited for may lie behind others, which have to come first."""
+        is_urgent = self._urgent is not None and shard <= self._urgent
+        return len(self._held) < AT_ONCE or is_urgent

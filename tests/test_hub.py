@@ -1,0 +1,216 @@
+"""Conversion from a hub: through drops, short answers, damage and kills, two shards at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fakehub
+import fp8
+import pytest
+import shardkit
+
+from colibri.convert import convert_directory
+from colibri.convert.hub import Hub
+from colibri.convert.shelf import AT_ONCE, Stream
+from colibri.errors import ContainerError, UsageError
+from colibri.verify import verify
+
+pytest.importorskip("huggingface_hub")
+SHARDS = 6
+ADDRESS = f"hf://{fakehub.REPO}@main"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """An FP8 checkpoint of which some matrices and their scales lie in different shards."""
+    names = [f"model-{k:05}-of-{SHARDS:05}.safetensors" for k in range(1, SHARDS + 1)]
+    files = shardkit.split(fp8.checkpoint()[0], names)
+    directory = shardkit.directory(tmp_path_factory.mktemp("hub"), files, fp8.CONFIG)
+    (directory / "tokenizer.json").write_text('{"a": 1}')
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(source, tmp_path_factory) -> dict[str, bytes]:
+    """The container that the local checkpoint converts to."""
+    target = tmp_path_factory.mktemp("local") / "out"
+    convert_directory(source, target)
+    return tree(target)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {
+        p.name: p.read_bytes()
+        for p in directory.iterdir()
+        if p.is_file() and p.name != "conversion.json"
+    }
+
+
+def start(hub: fakehub.Hub, target: Path, home: Path) -> subprocess.Popen[str]:
+    """The command, in a process of its own: huggingface_hub reads its environment once."""
+    code = "import sys; from colibri.convert import hub; hub._PAUSE = 0.01; \
+from colibri.cli import main; sys.exit(main(sys.argv[1:]))"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
+    command = [sys.executable, "-c", code, "convert", ADDRESS, str(target), "--threads", "1"]
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+class Watch:
+    """The most source shards that were on the disk at once, whole or arriving."""
+
+    def __init__(self, target: Path) -> None:
+        self.most, self._target, self._stop = 0, target, False
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._stop:
+            # From the top down: a file that moves up into place is never counted twice.
+            names = [name for _, _, files in os.walk(self._target) for name in files]
+            shards = [name for name in names if re.match(r"model-.*\d\.safetensors$", name)]
+            arriving = [name for name in names if name.endswith(".incomplete")]
+            self.most = max(self.most, len(shards) + len(arriving))
+            time.sleep(0.001)
+
+    def end(self) -> int:
+        """Stop looking."""
+        self._stop = True
+        self._thread.join()
+        return self.most
+
+
+def test_through_every_trouble(source, wanted, tmp_path):
+    """503s, connections that drop, answers that end early and damaged bytes delay the conversion;
+    it ends complete, verified, equal to the local one, with at most two shards on the disk."""
+    name = "model-{:05}-of-00006.safetensors".format
+
+    def trouble(method: str, file: str, count: int) -> str:
+        plan = {
+            ("GET", name(1), 1): "503", ("GET", name(2), 2): "503", ("HEAD", name(3), 1): "503",
+            ("GET", name(3), 2): "drop", ("GET", name(4), 2): "short",
+            ("GET", name(5), 2): "damage", ("GET", name(5), 3): "short",
+            ("GET", "config.json", 1): "503",
+        }  # fmt: skip
+        return plan.get((method, file, count), "")
+
+    hub, target = fakehub.Hub(source, trouble), tmp_path / "out"
+    watch = Watch(target)
+    process = start(hub, target, tmp_path / "home")
+    _, errors = process.communicate(timeout=120)
+    most = watch.end()
+    hub.close()
+    assert process.returncode == 0, errors
+    assert tree(target) == wanted
+    assert verify(target, deep=True).is_whole
+    assert 1 <= most <= AT_ONCE
+    assert not (target / ".conversion").exists()
+
+
+def test_killed_and_continued(source, wanted, tmp_path):
+    """Killed while the fourth shard is on its way, the next run goes on from there: what was
+    recorded is not fetched again, and the container is the same."""
+    hub, target = fakehub.Hub(source), tmp_path / "out"
+    name = "model-{:05}-of-00006.safetensors".format
+    process = start(hub, target, tmp_path / "home")
+
+    def stop(method: str, file: str, count: int) -> str:
+        if (method, file, count) == ("GET", name(4), 2):
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        return ""
+
+    hub.trouble = stop
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    hub.trouble = lambda *_: ""
+    asked = dict(hub.asked)
+    process = start(hub, target, tmp_path / "home")
+    _, errors = process.communicate(timeout=60)
+    hub.close()
+    assert process.returncode == 0, errors
+    assert tree(target) == wanted
+    assert "continues: " in errors
+    assert hub.asked["GET", name(1)] == asked["GET", name(1)]
+
+
+def test_what_does_not_pass(source, tmp_path):
+    """A hub that stays down ends the run with what failed and the way on; nothing is lost."""
+    name = "model-{:05}-of-00006.safetensors".format
+    hub, target = fakehub.Hub(source), tmp_path / "out"
+    hub.trouble = lambda method, file, count: "damage" if file == name(3) and count > 1 else ""
+    process = start(hub, target, tmp_path / "home")
+    _, errors = process.communicate(timeout=60)
+    hub.close()
+    assert process.returncode == 1
+    assert f"{name(3)} could not be fetched: arrived damaged" in errors
+    assert "run the same command again" in errors
+    assert (target / ".conversion" / "journal").stat().st_size > 0
+
+
+def test_addresses(monkeypatch):
+    """Malformed addresses are refused; without huggingface_hub the extra to install is named."""
+    for address in ("hf://", "hf://alone", "hf://a/b/c", "hf://a/b@", "hf://a/b@c d"):
+        with pytest.raises(UsageError, match="is not hf://owner/name"):
+            Hub(address)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match=r"pip install 'colibri-moe\[hub\]'"):
+        Hub("hf://a/b")
+
+
+class Shop:
+    """Files that a Stream fetches, and how many of them it holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.most = directory, 0
+
+    def fetch(self, shard: int) -> Path:
+        path = self.directory / str(shard)
+        path.write_bytes(b"x")
+        self.most = max(self.most, len(list(self.directory.iterdir())))
+        return path
+
+
+def test_stream_holds_two(tmp_path):
+    """Shards come in order, the next while one is read, and never a third before one is back."""
+    shop = Shop(tmp_path)
+    stream = Stream(range(20), shop.fetch, {})
+    for shard in range(20):
+        while not stream.is_coming(shard):
+            time.sleep(0.001)
+        assert stream.path(shard).read_bytes() == b"x"
+        stream.release(shard)
+    stream.close()
+    assert shop.most <= AT_ONCE and not list(tmp_path.iterdir())
+
+
+def test_stream_goes_beyond_two_for_a_job_that_needs_it(tmp_path):
+    """A job that reads three shards gets them, rather than waiting for ever."""
+    shop = Shop(tmp_path)
+    stream = Stream(range(5), shop.fetch, {})
+    for shard in range(3):
+        stream.path(shard)
+    assert shop.most == 3 and not stream.is_coming(3)
+    for shard in range(3):
+        stream.release(shard)
+    assert stream.path(3) and stream.path(4)
+    stream.close()
+
+
+def test_stream_tells_errors(tmp_path):
+    """What goes wrong while a shard is fetched is told to whoever waits for it."""
+
+    def fail(shard: int) -> Path:
+        raise ContainerError("no such shard")
+
+    stream = Stream(range(3), fail, {})
+    with pytest.raises(ContainerError, match="no such shard"):
+        stream.path(1)
+    stream.close()
