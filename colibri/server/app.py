@@ -173,7 +173,7 @@ class Api:
         leaving = asyncio.create_task(self._cancel_when_gone(request, job))
         close = _closer(leaving, service, job)
         if wanted.stream:
-            return EventStream(events(mailbox, shape, reply), close)
+            return EventStream(events(mailbox, shape, job), close)
         try:
             (outcome,) = await mailbox.take()
             return _answer(whole, outcome, shape, reply)

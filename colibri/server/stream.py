@@ -12,13 +12,13 @@ from starlette.responses import Response
 from colibri.server.mailbox import Mailbox
 from colibri.server.refusal import Refusal, encode
 from colibri.server.reply import Delta, Reply
-from colibri.server.scheduler import Outcome
+from colibri.server.scheduler import Job, Outcome
 from colibri.server.shapes import Shape
 
 PACE = 0.01  # seconds between two blocks at least: a fast model's tokens go in handfuls
 SILENCE = 5.0  # seconds after which a comment says that the server is alive; no client shows it
 DONE = b"data: [DONE]\n\n"
-ACCEPTED, ALIVE = b": accepted\n\n", b": keep-alive\n\n"
+ACCEPTED = b": accepted\n\n"
 
 
 def event(value: Any) -> bytes:
@@ -26,9 +26,7 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-async def events(
-    mailbox: Mailbox[Delta | Outcome], shape: Shape, reply: Reply
-) -> AsyncIterator[bytes]:
+async def events(mailbox: Mailbox[Delta | Outcome], shape: Shape, job: Job) -> AsyncIterator[bytes]:
     """Blocks of events until the outcome; what has piled up meanwhile goes together."""
     yield ACCEPTED
     sent = 0.0
@@ -37,16 +35,24 @@ async def events(
         items = await mailbox.take(SILENCE)
         sent = monotonic()
         if not items:
-            yield ALIVE
+            yield b": " + _doing(job).encode() + b"\n\n"
         delta = Delta()
         for item in items:
             delta.add(item.delta if isinstance(item, Outcome) else item)
         block = b"".join(map(event, shape.chunks(delta))) if delta else b""
         if items and isinstance(items[-1], Outcome):
-            yield block + _end(items[-1], shape, reply)
+            yield block + _end(items[-1], shape, job.reply)
             return
         if block:
             yield block
+
+
+def _doing(job: Job) -> str:
+    """What is going on while nothing comes."""
+    if job.turn is None:
+        return "waiting for others"
+    read, count = job.turn.session.length, len(job.prompt.ids)
+    return f"{read} of {count} prompt tokens read" if read < count else "writing"
 
 
 def _end(outcome: Outcome, shape: Shape, reply: Reply) -> bytes:
