@@ -511,6 +511,20 @@ def test_state(server):
     assert len(rows) == 5 and all(len(row) == 32 for row in rows)
 
 
+def test_state_of_slots():
+    """With experts in slots of our own the map shows those in memory, the last used brightest."""
+    with serving(open_engine(io="buffered")) as other:
+        assert other.chat(max_tokens=8).status == 200
+        other.get("/debug/state")
+        wait_for(lambda: "9" in "".join(other.get("/debug/state").json["residency"]["rows"]))
+        residency = other.get("/debug/state").json["residency"]
+    resident = other.engine.model.resident()
+    lit = sum(cell != "0" for row in residency["rows"] for cell in row)
+    assert residency["kind"] == "resident" and lit == len(resident) > 0
+    layer, expert = resident[0]
+    assert residency["rows"][residency["layers"].index(layer)][expert] == "9"
+
+
 def test_an_error_of_the_core(server, monkeypatch):
     """What goes wrong in one turn is that request's 500; the next one is answered."""
     from colibri.errors import CoreError
