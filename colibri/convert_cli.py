@@ -16,7 +16,7 @@ from colibri import knobs
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
-from colibri.terminal import Terminal
+from colibri.terminal import Terminal, is_terminal
 
 if TYPE_CHECKING:
     from colibri.convert.plan import Plan, Request
@@ -253,7 +253,7 @@ class _Meter:
         unit = f"MB {more}".rstrip()
         what = f"{self._verb} {100 * done // total if total else 100}%"
         self._terminal.progress(what, done // 1_000_000, total // 1_000_000, unit)
-        if time.monotonic() >= self._next and not self._terminal.styled(self._terminal.err):
+        if time.monotonic() >= self._next and not is_terminal(self._terminal.err):
             self._terminal.note(f"{what} {done // 1_000_000}/{total // 1_000_000} {unit}")
             self._next = time.monotonic() + _LOG_EVERY
 

@@ -1,0 +1,139 @@
+"""colibri convert and repack on the command line: plans, progress, refusals, Ctrl-C."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import shardkit
+
+from colibri import convert_cli
+from colibri.container import Container, format_of
+from colibri.errors import Exit
+from colibri.formats import Format
+from colibri.verify import verify
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    directory = shardkit.directory(tmp_path_factory.mktemp("source"))
+    for name in ("tokenizer.json", "generation_config.json"):
+        (directory / name).write_text("{}")
+    return directory
+
+
+def test_convert(command, source, tmp_path):
+    """The command converts in the formats named and the defaults, and says what it counted."""
+    target = tmp_path / "out"
+    done = command("convert", str(source), str(target), "--experts", "int4-g32", "--absmax")
+    assert done.status == Exit.OK
+    assert re.fullmatch(
+        rf"{target}: \d\.\d\d GB, 3 layers and the MTP layer, 12 experts, \d+ tensors\n", done.out
+    )
+    container = Container.open(target)
+    assert format_of(container.expert(1, 0)[0]) == Format.parse("int4-g32")
+    assert format_of(container.matrix("lm_head.weight")) == Format.parse("int8")
+    again = command("convert", str(source), str(target), "--experts", "int4-g32")
+    assert again.status == Exit.USAGE and "--search off, not on" in again.err
+    same = command("convert", str(source), str(target), "--experts", "int4-g32", "--absmax")
+    assert same.status == Exit.OK and verify(target, deep=True).is_whole
+
+
+def test_dry_run(command, source, tmp_path, monkeypatch):
+    """The plan shows source, every part and the exact end, writes nothing, and fails for want of
+    room with the plan shown all the same."""
+    target = tmp_path / "out"
+    done = command("convert", str(source), str(target), "--dry-run")
+    assert done.status == Exit.OK and not target.exists()
+    sizes = dict(re.findall(r"^  ([a-z ]+?) +(\d+)", done.out, re.MULTILINE))
+    total = int(sizes.pop("in all"))
+    assert sum(map(int, sizes.values())) == total and {"experts", "mtp", "headers"} <= set(sizes)
+    assert "--experts int4-g64-f16" in done.out and "needed now" in done.out
+    command("convert", str(source), str(target))
+    assert sum(path.stat().st_size for path in target.iterdir()) == total
+    monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: 1000)
+    done = command("convert", str(source), str(tmp_path / "b"), "--dry-run")
+    assert done.status == Exit.USAGE and "in all" in done.out and "short; free some" in done.err
+
+
+def test_larger_than_the_source(command, source, tmp_path):
+    """A result larger than its source is announced before it is made."""
+    floats = [
+        word for part in ("experts", "dense", "mtp", "table") for word in (f"--{part}", "f32")
+    ]
+    done = command("convert", str(source), str(tmp_path / "out"), "--dry-run", *floats)
+    assert "the result is larger than the source" in done.out
+
+
+def test_repack(command, source, tmp_path):
+    """There and back by the commands gives a whole container with the same bytes."""
+    command("convert", str(source), str(tmp_path / "own"))
+    done = command("repack", str(tmp_path / "own"), str(tmp_path / "public"), "--to", "public")
+    assert done.status == Exit.OK
+    done = command("convert", str(tmp_path / "public"), str(tmp_path / "again"))
+    assert done.status == Exit.OK
+    for path in (tmp_path / "own").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    done = command("repack", str(tmp_path / "own"), str(tmp_path / "x"), "--to", "colibri")
+    assert done.status == Exit.USAGE and "nothing to convert" in done.err
+
+
+def test_delete_source(command, source, tmp_path):
+    """--delete-source leaves configuration and tokenizer, and no shard."""
+    mine = shardkit.directory(tmp_path / "source")
+    done = command("convert", str(mine), str(tmp_path / "out"), "--delete-source")
+    assert done.status == Exit.OK
+    assert [path.name for path in mine.iterdir()] == ["config.json"]
+    assert verify(tmp_path / "out", deep=True).is_whole
+
+
+def test_interrupted(command, source, tmp_path, monkeypatch):
+    """Ctrl-C ends it with status 130 and says how to go on, which then works."""
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_cli._Meter, "progress", interrupt)
+        done = command("convert", str(source), str(tmp_path / "out"))
+    assert done.status == Exit.INTERRUPTED
+    assert "what is done is kept; the same command continues" in done.err
+    assert not verify(tmp_path / "out").is_whole
+    done = command("convert", str(source), str(tmp_path / "out"))
+    assert done.status == Exit.OK and "continues: " in done.err
+    assert verify(tmp_path / "out", deep=True).is_whole
+
+
+def test_progress_where_nobody_watches(command, source, tmp_path, monkeypatch):
+    """Without a terminal, a line of progress appears now and then, with rate and time to go."""
+    monkeypatch.setattr(convert_cli, "_LOG_EVERY", 0.0)
+    done = command("convert", str(source), str(tmp_path / "out"))
+    lines = [line for line in done.err.splitlines() if line.startswith("converting ")]
+    assert lines and re.fullmatch(r"converting 100% \d/\d MB \d+\.\d\d GB/s, 0 s to go", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experts", "int5"], "format 'int5' is not known"),
+        (["--experts", "int4-g7"], "groups must be a multiple of 8"),
+        (["--threads", "0"], "0 is not in the range"),
+        (["--check", "/nowhere"], "does not exist"),
+        (["--spam"], "No such option"),
+    ],
+)
+def test_wrong_usage(command, source, tmp_path, arguments, message):
+    """What cannot be honoured is refused with status 2, before anything is written."""
+    done = command("convert", str(source), str(tmp_path / "out"), *arguments)
+    assert done.status == Exit.USAGE and message in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_durations():
+    """Times to go are shown in the unit that fits."""
+    shown = [convert_cli._duration(s) for s in (0.4, 59, 60, 3599, 3600, 90061)]
+    assert shown == ["0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 01 min"]
