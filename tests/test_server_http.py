@@ -83,6 +83,17 @@ def test_text_is_that_of_run(server, command, stream_it, sampling):
     assert text == run["text"] and len(text) > 100
 
 
+@pytest.mark.parametrize("mode", ["rejection", "coupled", "probabilistic"])
+def test_every_mode_is_that_of_run(command, mode):
+    """In each mode a seed's text is run's, the first time and from a slot that others used."""
+    prompt = STORY[0]["content"]
+    run = command.answer("-p", prompt, "--mode", mode, "--seed", "3", "--temp", "0.9")
+    with serving(open_engine(mode=mode, conversations="1")) as other:
+        for _ in range(2):
+            assert other.chat(temperature=0.9, seed=3).text == run["text"]
+            other.chat(messages=[{"role": "user", "content": "Who are you?"}], temperature=1)
+
+
 def test_drafts_are_on(server):
     """Speculation is on in the server, and usage tells of it."""
     with serving(open_engine(draft="3")) as drafting:
