@@ -10,6 +10,7 @@ from colibri.shard import HEADER_BYTES, Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object
 
 INDEX = "model.safetensors.index.json"
+WORK = ".conversion"  # inside a directory into which a conversion has not ended
 MISSING_LIMIT = 100_000  # missing tensors listed at most: config.json may promise millions
 _OF = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _OUT = re.compile(r"(out(?:-[a-z]+)?)-(\d{5})\.safetensors")
@@ -35,8 +36,18 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(directory: Path | str) -> Checkpoint:
-    """Read every *.safetensors header in `directory` (not below it); ContainerError if unsound."""
+    """Read every *.safetensors header in `directory` (not below it); ContainerError if unsound, or
+    if a conversion is still to put files there."""
     directory = Path(directory)
+    if (directory / WORK).exists():
+        raise ContainerError(
+            f"{directory}: a conversion into it has not ended; run the same command again"
+        )
+    return read_checkpoint(directory)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """As open_checkpoint, whatever else goes on in the directory."""
     try:
         paths = sorted(p for p in directory.iterdir() if p.name.endswith(".safetensors"))
     except OSError as why:

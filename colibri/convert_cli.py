@@ -216,6 +216,8 @@ def plan_text(plan: Plan) -> str:
     from colibri.convert.plan import free_bytes
 
     lines = [f"{plan.request.source}: {len(plan.manifest.files)} files, {_gb(plan.source_bytes)}"]
+    if plan.hub is None:
+        lines[0] += f" ({_gb(free_bytes(plan.source.directory))} free there)"
     shown = {k: v for k, v in plan.manifest.parameters.items() if k.startswith("--")}
     if shown:
         lines.append("  " + " ".join(f"{name} {value}" for name, value in shown.items()))

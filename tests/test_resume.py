@@ -8,11 +8,13 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import crash
 import pytest
 import shardkit
 
+from colibri.container import Container
 from colibri.convert.conversion import execute
 from colibri.convert.manifest import Journal, WorkDirectory, load_journal
 from colibri.convert.plan import Request
@@ -174,6 +176,34 @@ def test_changed_source_is_refused(source, tmp_path):
         run(mine, target)
     shard.write_bytes(data)
     run(mine, target)
+
+
+def test_unfinished_is_not_opened(source, tmp_path):
+    """A directory into which a conversion has not ended says so to whoever would run it."""
+    crash.in_child(lambda: run(source, tmp_path), crash.Disk(60))
+    with pytest.raises(ContainerError, match="a conversion into it has not ended; run the same"):
+        Container.open(tmp_path)
+
+
+def test_another_origin_is_refused(source, tmp_path, monkeypatch):
+    """What was begun from a directory is not continued from a hub, nor the other way round."""
+    crash.in_child(lambda: run(source, tmp_path), crash.Disk(60))
+    hub = SimpleNamespace(repo="a/b", revision="main")
+    monkeypatch.setattr("colibri.convert.planner._open_hub", lambda *_: hub)
+    with pytest.raises(UsageError, match=f"was begun from {source}, not hf://a/b;"):
+        make_plan(Request("hf://a/b", tmp_path, MIXED))
+
+
+def test_links_are_not_deleted(source, tmp_path):
+    """--delete-source is refused for links, which free nothing."""
+    mine = tmp_path / "source"
+    shutil.copytree(source, mine)
+    shard = sorted(mine.glob("*.safetensors"))[0]
+    shard.rename(tmp_path / "blob")
+    shard.symlink_to(tmp_path / "blob")
+    with pytest.raises(UsageError, match="is a link, and deleting it frees nothing"):
+        run(mine, tmp_path / "out", delete=True)
+    run(mine, tmp_path / "out")
 
 
 def test_two_at_once_are_refused(source, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from colibri.checkpoint import read_checkpoint
+from colibri.config import ModelConfig
 from colibri.container import Container, format_of
 from colibri.convert.jobs import entry_jobs
 from colibri.convert.plan import Plan
@@ -82,7 +84,8 @@ def check_finished(plan: Plan) -> tuple[str, list[str]]:
 
     ContainerError when anything is not as planned.
     """
-    container = Container.open(plan.request.target)
+    target = plan.request.target
+    container = Container(ModelConfig.load(target), read_checkpoint(target))
     config, source = container.config, plan.source
     counted = {
         "tensors": (len(container.tensors), sum(len(f.image.specs) for f in plan.files)),

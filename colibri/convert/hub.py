@@ -42,10 +42,10 @@ class Hub:
         found = _ADDRESS.fullmatch(address)
         if not found:
             raise UsageError(f"{address!r} is not hf://owner/name or hf://owner/name@revision")
-        self.repo, self.address = found[1], address
+        self.repo, self.revision, self.address = found[1], found[2] or "main", address
         self._hub = _library()
         self._api = self._hub.HfApi()
-        revision = commit or found[2] or "main"
+        revision = commit or self.revision
         info = self._patiently(
             f"{address}: the list of files",
             lambda: self._api.model_info(self.repo, revision=revision, files_metadata=True),

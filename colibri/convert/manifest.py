@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colibri.checkpoint import Checkpoint, merge
+from colibri.checkpoint import WORK, Checkpoint, merge
 from colibri.errors import ContainerError, UsageError
 from colibri.shard import Shard, TensorInfo
 from colibri.strictjson import parse_object
 from colibri.writer import cannot_write, sync_directory, write_file
 
-WORK = ".conversion"
 RECORD = "conversion.json"  # kept beside the finished shards
 _VERSION = 1
 _SAMPLES, _SAMPLE = 16, 4096

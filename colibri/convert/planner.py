@@ -28,7 +28,7 @@ from colibri.convert.manifest import (
 )
 from colibri.convert.plan import Plan, Request
 from colibri.convert.public import public_files
-from colibri.convert.shelf import require_unchanged
+from colibri.convert.shelf import require_deletable, require_unchanged
 from colibri.convert.source import FP8_BLOCK, FloatSource, StoredSource
 from colibri.errors import ConfigError, ContainerError, UsageError
 from colibri.layout import Formats
@@ -47,6 +47,8 @@ def make_plan(request: Request) -> Plan:
     target, work = request.target, request.target / WORK
     old = None if request.replace else read_manifest(work / "manifest.json")
     hub = _open_hub(request, old)
+    if old is not None:
+        _require_origin(request, hub, old)
     if hub is None and target.resolve() == Path(request.source).resolve():
         raise UsageError(f"{target}: source and target are one directory")
     sides = _read_sides(request, hub)
@@ -67,8 +69,23 @@ def make_plan(request: Request) -> Plan:
     warnings = [*source.notes, *side_files.missing(sides, request.source)]
     plan = Plan(request, manifest, source, files, jobs, done, finished, sides, tuple(warnings), hub)
     if hub is None:
-        require_unchanged(Path(request.source), manifest.files, set(plan.uses()))
+        directory = Path(request.source)
+        require_unchanged(directory, manifest.files, set(plan.uses()))
+        if request.delete_source:
+            require_deletable(directory, manifest.files)
     return plan
+
+
+def _require_origin(request: Request, hub: Hub | None, old: Manifest) -> None:
+    """UsageError when a conversion was begun from elsewhere; a directory may have been moved."""
+    before = old.origin.get("repository"), old.origin.get("revision")
+    now = (hub.repo, hub.revision) if hub else (None, None)
+    if before != now:
+        place = f"hf://{before[0]}@{before[1]}" if before[0] else old.origin.get("directory")
+        raise UsageError(
+            f"{request.target}: was begun from {place}, not {request.source}; continue with the "
+            "same, give another directory, or start again with --replace"
+        )
 
 
 # ---- the source ---------------------------------------------------------------------------------
@@ -94,7 +111,7 @@ def _new_manifest(request: Request, hub: Hub | None, config: str) -> Manifest:
             for number, file in enumerate(hub.shards())
         ]
         checkpoint = Checkpoint(Path(request.source), shards, merge(shards))
-        origin = {"repository": hub.repo, "commit": hub.commit}
+        origin = {"repository": hub.repo, "revision": hub.revision, "commit": hub.commit}
         return Manifest.of({}, origin, config, checkpoint, {})
     directory = Path(request.source)
     if read_record(request.target) and not any(directory.glob("*.safetensors")):

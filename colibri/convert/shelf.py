@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from colibri.convert.manifest import SourceFile, sample_of
-from colibri.errors import ContainerError
+from colibri.errors import ContainerError, UsageError
 
 AT_ONCE = 2  # shards of a hub on the disk: one being read, one on its way
 
@@ -77,6 +77,16 @@ def require_unchanged(directory: Path, files: Sequence[SourceFile], needed: set[
                 f"{path}: its {difference} has changed since the conversion began; put the old "
                 "file back, or start again with --replace"
             )
+
+
+def require_deletable(directory: Path, files: Sequence[SourceFile]) -> None:
+    """UsageError for links, as a hub's cache has them: deleting one frees nothing."""
+    links = [file.name for file in files if (directory / file.name).is_symlink()]
+    if links:
+        raise UsageError(
+            f"{directory / links[0]}: is a link, and deleting it frees nothing; leave out "
+            "--delete-source, or give the directory that holds the files themselves"
+        )
 
 
 class Stream:
