@@ -2,19 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from colibri.chat import opens_thinking
+from colibri.piece import MARK, REASONING, TEXT, Piece
 from colibri.tokenizer import Tokenizer
-
-TEXT, REASONING, MARK = "text", "reasoning", "mark"
-
-
-class Piece(NamedTuple):
-    """Text that became certain, of one kind: TEXT, REASONING or MARK (one token's markup)."""
-
-    kind: str
-    text: str
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def parts(receipt: Receipt) -> list[str]:
     """Speed, first token, experts found in memory, drafts kept, context used, how it ended."""
     found = []
     if receipt.answer_rate:
-        found.append(f"{receipt.answer_rate:.3g} tok/s")
+        rate = receipt.answer_rate
+        found.append(f"{rate:,.0f} tok/s" if rate >= 100 else f"{rate:.3g} tok/s")
     if receipt.first_token_seconds is not None:
         seconds = receipt.first_token_seconds
         found.append(f"first {seconds:.1f} s" if seconds >= 1 else f"first {1000 * seconds:.0f} ms")

@@ -12,8 +12,8 @@ import textwrap
 import time
 from typing import TextIO
 
-from colibri.answer import REASONING, TEXT, Piece
 from colibri.knobs import Screen
+from colibri.piece import REASONING, TEXT, Piece
 
 _REDRAW = 0.1  # seconds between two states of a progress line
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[0m", "\r\x1b[K"

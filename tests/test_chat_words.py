@@ -155,3 +155,9 @@ def test_status_fits(width, empty):
     nothing = {"answer_tokens": 0, "first_token_seconds": None, "finish_reason": "interrupted"}
     text = status(receipt(**nothing if empty else {}), width)
     assert all(0 < len(line) < width for line in text.splitlines())
+
+
+def test_fast_answers_are_written_out():
+    """More than a thousand tokens a second are digits with a separator, never an exponent."""
+    fast = receipt(answer_tokens=2301, slots_per_layer=0)
+    assert status(fast, 80).startswith("1,150 tok/s, ")

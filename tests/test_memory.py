@@ -214,7 +214,7 @@ def test_default_context(demo_container):
 )
 def test_default_context_sizes(limit, room, expected):
     """Half after half until the caches take an eighth of the room, but 4096 if at all possible."""
-    assert context._default(limit, room) == expected
+    assert context.default(limit, room) == expected
 
 
 def test_asked_context(demo_container):

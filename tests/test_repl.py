@@ -19,7 +19,7 @@ from colibri.knobs import Settings
 STORY = "Tell me a story about a fox."
 LONG = "Tell me. " * 100
 CHAT = ("chat", "--temp", "0")
-ONCE = "Once upon a time, there was a big fox named Luna."
+ONCE = "Once upon a time, there was a little fox named Clara."
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_streams_as_it_is_made():
         person.open()
         screen = person.ready()
         assert ONCE in screen
-        assert re.search(r"\n[\d.]+ tok/s, first [\d.]+ m?s, \d+/\d+ drafts, \d+/1024 context\n>$",
+        assert re.search(r"\n[\d.,]+ tok/s, first [\d.]+ m?s, \d+/\d+ drafts, \d+/1024 context\n>$",
                          screen)  # fmt: skip
         person.type("/quit\r")
         assert person.end() == 0
@@ -75,7 +75,7 @@ def test_the_status_is_dimmed():
     """Beside the answer everything is in the background, where there are colours."""
     with Person(*CHAT) as person:
         person.say("What colour is snow?")
-        assert re.search(rb"\x1b\[2m[\d.]+ tok/s", person.raw)
+        assert re.search(rb"\x1b\[2m[\d.,]+ tok/s", person.raw)
     with Person(*CHAT, NO_COLOR="1") as person:
         person.say("What colour is snow?")
         assert b"\x1b[2m" not in person.raw
@@ -216,7 +216,7 @@ def test_resume(kept, engine):
         person.end()
     with Person(*arguments, **kept) as person:
         screen = person.ready().replace("\n", " ")
-        assert re.search(r"resumed 'trip', saved \d{4}-.*: 1 question, 168 tokens, none of them "
+        assert re.search(r"resumed 'trip', saved \d{4}-.*: 1 question, \d+ tokens, none of them "
                          "read again", screen)  # fmt: skip
         second = answer(person.say("Tell me a story about a bear."))
         person.type("/quit\r")
