@@ -104,13 +104,17 @@ class Person:
         return self.ready()
 
     def interrupt(self) -> None:
-        """SIGINT, as a program would send it."""
+        """SIGINT, as a program would send it; returns when it has been taken, so two are two."""
         os.kill(self.child.pid, signal.SIGINT)
+        status = Path(f"/proc/{self.child.pid}/status")
+        while status.exists() and re.search(r"ShdPnd:\s*[0-9a-f]*[2367abef]\n", status.read_text()):
+            time.sleep(0.001)
 
     def end(self) -> int:
         """Wait for the program to end; returns its exit status."""
+        end = time.monotonic() + LIMIT
         while self._read():
-            pass
+            assert time.monotonic() < end, f"it does not end:\n{self.text}"
         self.child.wait()
         return self.child.exitstatus
 
