@@ -76,8 +76,7 @@ def score_text(
     scored: list[int] = []
     for begin in range(0, len(ids), window):
         part = ids[begin : begin + window]
-        session.rewind(0)
-        nats += _score_window(session, prefix, part)
+        nats += score_ids(session, prefix, part)
         scored += part if prefix else part[1:]
         if report:
             report(begin + len(part), len(ids))
@@ -85,8 +84,12 @@ def score_text(
     return Score(math.fsum(nats), len(scored), size, window)
 
 
-def _score_window(session: Session, prefix: Sequence[int], ids: Sequence[int]) -> list[float]:
-    """Nats of the window's tokens, but of the first when nothing comes before it."""
+def score_ids(session: Session, prefix: Sequence[int], ids: Sequence[int]) -> list[float]:
+    """Nats of each of `ids` behind `prefix`, but of the first when nothing comes before it.
+
+    The session begins anew; it must hold them all.
+    """
+    session.rewind(0)
     rows = [*prefix, *ids]
     first = max(len(prefix), 1)  # the first token that has one before it
     nats = []
