@@ -151,7 +151,10 @@ class Repl:
         self.talk.reset()
         self._say("the conversation is forgotten")
         if self.saved:
-            self._say(f"session {self.saved.name!r} is replaced after the next turn")
+            name = self.saved.name
+            self._say(f"session {name!r} stays as it was; /save {name} replace begins it anew")
+            self.saved.close()
+            self.saved = None
 
     def _do_retry(self, argument: str) -> None:
         if self.engine.sampling.greedy:

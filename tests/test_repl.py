@@ -55,7 +55,7 @@ def whole(engine: Engine, *questions: str) -> str:
 # ---- answers ------------------------------------------------------------------------------------
 
 
-def test_streams_as_it_is_made():
+def test_streams_as_it_is_made(engine):
     """The first words are on the screen while the program still waits with the rest; then the
     answer, one quiet line, and the next prompt."""
     with Person(*CHAT, gate="show") as person:
@@ -64,7 +64,7 @@ def test_streams_as_it_is_made():
         assert "tok/s" not in person.until("Once")
         person.open()
         screen = person.ready()
-        assert ONCE in screen
+        assert answer(screen) == whole(engine, STORY)
         assert re.search(r"\n[\d.,]+ tok/s, first [\d.]+ m?s, \d+/\d+ drafts, \d+/1024 context\n>$",
                          screen)  # fmt: skip
         person.type("/quit\r")
@@ -95,7 +95,7 @@ def test_ctrl_c_in_decode(engine):
         person.open()
         screen = person.ready()
         first = answer(screen).replace("^C", "")
-        assert "interrupted, /more goes on" in screen and ONCE.startswith(first[:10])
+        assert "interrupted, /more goes on" in screen
         rest = answer(person.say("/more"))
         assert "interrupted" not in rest and first + rest == whole(engine, STORY)
         assert "tok/s" in person.say("What colour is snow?")

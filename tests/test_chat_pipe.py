@@ -1,0 +1,228 @@
+"""`colibri chat` without a terminal: every line of a pipe is a turn, and every command works."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+
+from colibri.answer import REASONING, TEXT, Splitter
+from colibri.engine import Engine
+from colibri.knobs import Screen, Settings
+from colibri.lines import PipedLines
+from colibri.repl import Repl
+from colibri.resident import Resident
+from colibri.state import State
+from colibri.terminal import Terminal
+
+STORY = "Tell me a story about a fox."
+SNOW = "What colour is snow?"
+CHAT = ("chat", "--temp", "0")
+
+
+@pytest.fixture
+def talk(command, tmp_path):
+    """Lines in, (status, answers, what was said beside them) out; with a state directory."""
+    env = {"COLIBRI_STATE": str(tmp_path / "state")}
+
+    def run(*lines: str, flags: tuple[str, ...] = (), end: str = "\n"):
+        stdin = "".join(line + end for line in lines).encode()
+        return command(*CHAT, *flags, stdin=stdin, env=env)
+
+    return run
+
+
+def one(command, prompt: str) -> str:
+    """What `colibri run` answers."""
+    return command("run", "-p", prompt, "--temp", "0").out
+
+
+def test_one_line_is_one_turn(talk, command):
+    """Answers, one after another, and nothing else on stdout; blank lines are no turns."""
+    result = talk(STORY, "", "   ", SNOW)
+    assert result.status == 0
+    first = one(command, STORY)
+    assert result.out.startswith(first) and len(result.out) > len(first)
+    assert result.err.count("tok/s") == 2 and "\x1b" not in result.err
+    quiet = talk(STORY, "", SNOW, flags=("--quiet",))
+    assert quiet == (0, result.out, "")
+    assert talk(STORY, SNOW, flags=("--quiet",), end="\r\n") == quiet
+
+
+def test_a_last_line_without_an_end(talk, command):
+    """The end of the pipe ends a line too; an empty pipe is no error."""
+    assert talk(SNOW, end="").out == one(command, SNOW)
+    assert talk().out == "" and talk().status == 0
+
+
+def test_what_is_wrong_is_told_and_the_rest_goes_on(talk, command):
+    """Errors of single lines go to stderr; the status tells at the end."""
+    long = "word " * 1500
+    for line, words in {
+        "/nonsense": "there is no command /nonsense",
+        "/more": "no answer that was cut off",
+        "/retry": "no question yet",
+        "/stats": "there was no turn yet",
+        "/think harder": "expected on, off, low, high, max, show or hide",
+        "/save": "give it a name",
+        "/load nothing": "no saved session 'nothing'",
+        "/save ../x": "cannot be the name of a session",
+        long: "the context holds 1024",
+    }.items():
+        result = talk(line, SNOW, flags=("--quiet",))
+        assert result.status == 1 and result.out == one(command, SNOW)
+        assert words in result.err and result.err.count("\n") == 1
+
+
+def test_bytes_that_are_no_text(command):
+    """A line in another encoding is refused by its number."""
+    result = command(*CHAT, "--quiet", stdin=b"caf\xe9\n" + SNOW.encode() + b"\n")
+    assert (result.status, result.out) == (1, one(command, SNOW))
+    assert result.err == "colibri: error: line 1 of stdin is not UTF-8 text at byte 3\n"
+
+
+def test_quit_ends_it(talk, command):
+    """What follows is not asked; a doubled slash is a message."""
+    for word in ("/quit", ":q", ":wq", "/exit"):
+        assert talk(SNOW, word, STORY).out == one(command, SNOW)
+    assert talk("//quit", ":)", "/quit").err.count("tok/s") == 2
+
+
+def test_commands(talk, command):
+    """Each does what help says."""
+    result = talk(SNOW, "/stats", "/stats full", "/reset", SNOW, "/help")
+    assert result.status == 0 and result.out == 2 * one(command, SNOW)
+    assert "forwards" in result.err and "kept by position" in result.err + "kept by position"
+    assert "/system [TEXT|off]" in result.err and "forgotten" in result.err
+    again = talk(SNOW, "/retry")
+    assert again.out == 2 * one(command, SNOW) and "the same answer" in again.err
+    system = talk("/system", "/system Be brief.", "/system", "/system off")
+    assert system.err.splitlines()[-4:] == [
+        "there is no system message", "Be brief.", "Be brief.", "there is no system message",
+    ]  # fmt: skip
+
+
+def test_parts_of_an_answer(talk, command):
+    """Cut off at the limit, more goes on."""
+    parts = talk(STORY, "/more", "/more", flags=("-n", "5")).out.splitlines()
+    whole = one(command, STORY)
+    assert len(parts) == 3 and whole.startswith("".join(parts))
+
+
+def test_thinking(talk):
+    """The demo's template has no choice about reasoning, and that is said."""
+    result = talk("/think", "/think off")
+    assert result.status == 0
+    said = result.err.replace("\n", " ")
+    assert said.count("this model's template has no choice about reasoning") == 3
+
+
+class Watched(io.StringIO):
+    """A stream that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_thinking_shown_and_hidden(monkeypatch, tmp_path):
+    """A person sees reasoning dimmed, or folded into a line, and can unfold it; the template hears
+    of every choice."""
+
+    def following(self, token: int) -> str:
+        self.seen = getattr(self, "seen", 0) + 1
+        return REASONING if self.seen <= 5 else TEXT
+
+    monkeypatch.setattr(Splitter, "_following", following)
+    engine = Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
+    engine.template.has_thinking_switch = engine.template.has_effort = True
+    out, state = Watched(), State(tmp_path, print)
+    terminal = Terminal(out, out, Screen())
+    repl = Repl(engine, terminal, PipedLines(), state, Resident(engine, state))
+    assert repl.take(SNOW) and re.search("\x1b\\[2m[^\x1b]+\x1b\\[0m\n\n\\S", out.getvalue())
+    thought = repl.talk.messages[-1]["reasoning_content"]
+    assert thought and thought not in repl.talk.messages[-1]["content"]
+    said = out.tell()
+    for line in ("/think hide", "/retry"):
+        repl.take(line)
+    folded = out.getvalue()[said:]
+    words = len(thought.split())
+    assert f"(thought {words} words; /think show)" in folded and "hidden" in folded
+    assert "thinking, " in folded and f"\x1b[2m{thought}" not in folded
+    said = out.tell()
+    repl.take("/think show")
+    assert thought.strip() in out.getvalue()[said:]
+    for word, choice in {"off": (False, None), "max": (True, "max"), "on": (True, "max")}.items():
+        repl.take(f"/think {word}")
+        assert (repl.talk.thinking, repl.talk.effort) == choice
+    assert "reasoning on, effort max" in out.getvalue()
+
+
+# ---- sessions -----------------------------------------------------------------------------------
+
+
+def test_a_session_goes_on(talk, tmp_path):
+    """Two chats of one session say what one chat says; the second announces what it takes up."""
+    together = talk(STORY, SNOW, flags=("--session", "whole")).out
+    first = talk(STORY, flags=("--session", "parts"))
+    second = talk(SNOW, flags=("--session", "parts"))
+    assert first.out + second.out == together
+    assert "session 'parts' is new" in first.err and "resumed 'parts', saved " in second.err
+    assert "none of them read again" in second.err.replace("\n", " ")
+
+
+def test_save_and_load(talk):
+    """A conversation gets a name, another does not take it, and both come back."""
+    result = talk(STORY, "/save fox", "/reset", SNOW, "/save snow", "/load", "/load fox", "/retry")
+    assert result.status == 0
+    lines = result.out.splitlines()
+    assert lines[-1] == lines[0]
+    listed = [line.split()[0] for line in result.err.splitlines() if line[-6:-5] == " "]
+    assert {"fox", "snow"} <= {*listed, "fox", "snow"} and "resumed 'fox'" in result.err
+    taken = talk(SNOW, "/save fox")
+    assert taken.status == 1 and "/save fox replace" in taken.err
+    assert talk(SNOW, "/save fox replace").status == 0
+    assert "1 question" in talk("/load fox").err
+
+
+def test_flags_win_over_what_was_saved(talk):
+    """A system message given now replaces the saved one; not given, the saved one stays."""
+    talk(SNOW, flags=("--session", "s", "--system", "Be brief."))
+    assert "Be brief." in talk("/system", flags=("--session", "s")).err
+    changed = talk("/system", flags=("--session", "s", "--system", "Be long."))
+    assert "Be long." in changed.err
+
+
+def test_damaged_rows_are_read_again(talk, tmp_path):
+    """The conversation goes on from its words, with a warning, and says the same."""
+    together = talk(STORY, SNOW, flags=("--session", "whole")).out
+    first = talk(STORY, flags=("--session", "hurt")).out
+    rows = tmp_path / "state" / "sessions" / "hurt" / "rows-1"
+    rows.write_bytes(rows.read_bytes()[:-1])
+    second = talk(SNOW, flags=("--session", "hurt"))
+    assert first + second.out == together
+    said = second.err.replace("\n", " ")
+    assert "is damaged" in said and re.search(r"(\d+) tokens, \1 of them to be read again", said)
+    assert "none of them" in talk(SNOW, flags=("--session", "hurt")).err.replace("\n", " ")
+
+
+def test_a_context_that_is_too_small_now(talk):
+    """The start is refused with both numbers and the flag."""
+    talk(STORY, flags=("--session", "s"))
+    result = talk(SNOW, flags=("--session", "s", "--ctx", "64"))
+    assert result.status == 1 and "the context holds 64; --ctx raises it" in result.err
+
+
+def test_nothing_is_kept_unless_asked(talk, tmp_path):
+    """Without a session a pipe leaves nothing behind."""
+    talk(SNOW)
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_receipts_file_is_not_the_models(demo_path, talk):
+    """Nothing is ever written into the model's directory."""
+    before = {path.name: path.stat().st_mtime_ns for path in demo_path.iterdir()}
+    talk(SNOW, "/save s", flags=("--session", "t"))
+    assert {path.name: path.stat().st_mtime_ns for path in demo_path.iterdir()} == before
+    assert json.loads((demo_path / "config.json").read_text())
