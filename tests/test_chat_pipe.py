@@ -140,7 +140,7 @@ def test_thinking_shown_and_hidden(monkeypatch, tmp_path):
     out, state = Watched(), State(tmp_path, print)
     terminal = Terminal(out, out, Screen())
     repl = Repl(engine, terminal, PipedLines(), state, Resident(engine, state))
-    assert repl.take(SNOW) and re.search("\x1b\\[2m[^\x1b]+\x1b\\[0m\n\n\\S", out.getvalue())
+    assert repl.take(SNOW) and re.search("\x1b\\[2m[^\x1b]+\x1b\\[0m\n\n", out.getvalue())
     thought = repl.talk.messages[-1]["reasoning_content"]
     assert thought and thought not in repl.talk.messages[-1]["content"]
     said = out.tell()
