@@ -19,7 +19,7 @@ demo: $(BUILT)
 
 ## test: everything that must hold
 test: $(VENV)/tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 ## lint: style, documents that match the code, a core that compiles without a warning
 lint: $(VENV)/tools $(OBJECTS)
