@@ -108,23 +108,24 @@ class Repl:
         self._keep()
 
     def _show(self, turn: Turn) -> None:
-        hidden = 0
+        hidden = spaces = 0
         for piece in turn:
             if piece.kind == REASONING and not self._shows_reasoning:
-                hidden += len(piece.text.split())
-                self.terminal.progress("thinking,", hidden, None, "words")
+                hidden += 1
+                spaces += piece.text.count(" ")
+                self.terminal.progress("thinking,", spaces, None, "words")
                 continue
             if hidden:
-                self._folded(hidden)
+                self._folded(turn)
                 hidden = 0
             self.terminal.show(piece)
         if hidden:
-            self._folded(hidden)
+            self._folded(turn)
 
-    def _folded(self, words: int) -> None:
+    def _folded(self, turn: Turn) -> None:
         self.terminal.clear()
         if self.terminal.watched:
-            self._say(f"(thought {words} words; /think show)")
+            self._say(f"(thought {_plural(len(turn.reasoning.split()), 'word')}; /think show)")
 
     def _keep(self) -> None:
         """Save the conversation, if it has a name."""

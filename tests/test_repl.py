@@ -15,6 +15,8 @@ from person import Person
 from colibri.conversation import Conversation
 from colibri.engine import Engine
 from colibri.knobs import Settings
+from colibri.saved import Saved
+from colibri.state import State
 
 STORY = "Tell me a story about a fox."
 LONG = "Tell me. " * 100
@@ -67,18 +69,9 @@ def test_streams_as_it_is_made(engine):
         assert answer(screen) == whole(engine, STORY)
         assert re.search(r"\n[\d.,]+ tok/s, first [\d.]+ m?s, \d+/\d+ drafts, \d+/1024 context\n>$",
                          screen)  # fmt: skip
+        assert re.search(rb"\x1b\[2m[\d.,]+ tok/s", person.raw)  # in the background
         person.type("/quit\r")
         assert person.end() == 0
-
-
-def test_the_status_is_dimmed():
-    """Beside the answer everything is in the background, where there are colours."""
-    with Person(*CHAT) as person:
-        person.say("What colour is snow?")
-        assert re.search(rb"\x1b\[2m[\d.,]+ tok/s", person.raw)
-    with Person(*CHAT, NO_COLOR="1") as person:
-        person.say("What colour is snow?")
-        assert b"\x1b[2m" not in person.raw
 
 
 # ---- Ctrl-C -------------------------------------------------------------------------------------
@@ -222,16 +215,15 @@ def test_resume(kept, engine):
     assert second == whole(engine, STORY, "Tell me a story about a bear.")
 
 
-def test_another_container_is_refused(kept, demo_path, tmp_path):
+def test_another_container_is_refused(kept, engine, demo_path, tmp_path):
     """A session of another model ends the start with one line that names both."""
     other = tmp_path / "other"
     shutil.copytree(demo_path, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2e-5}))
-    with Person(*CHAT, "--session", "trip", **kept) as person:
-        person.say("What colour is snow?")
-        person.type("\x04")
-        assert person.end() == 0
+    whole(engine, "What colour is snow?")
+    place = Saved(State(kept["COLIBRI_STATE"], print), "trip", engine.container)
+    place.save(engine.slot.session, Conversation(engine).as_dict())
     with Person("chat", str(other), "--session", "trip", columns=400, **kept) as person:
         assert person.end() == 1
         assert "session 'trip' belongs to another container" in person.text
