@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from colibri.checkpoint import INDEX
+from colibri.checksum import crc32
 from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.convert.checks import dead_half, zero_half_warning
@@ -217,7 +217,7 @@ def _fault(piece: _Piece) -> str:
                 data = os.pread(file.fileno(), min(_READ, end - offset), offset)
                 if not data:
                     return "ends early"
-                crc, offset = zlib.crc32(data, crc), offset + len(data)
+                crc, offset = crc32(data, crc), offset + len(data)
     except OSError as why:
         return f"cannot be read: {why.strerror}"
     return "is damaged (its checksum differs)" if piece.crc not in (None, crc) else ""

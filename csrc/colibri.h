@@ -194,6 +194,9 @@ typedef struct clb_source { /* rows of a checkpoint's matrix, in memory, any ali
    One thread; isa NULL (the best), "scalar" or "avx2". */
 int32_t clb_encode(const char *isa, const clb_source *source, const clb_tensor *shape,
                    int32_t search, uint8_t *codes, uint8_t *scales, clb_error *error);
+/* zlib's CRC-32 of n bytes that follow those of `crc` (0: of none); plain: without the processor's
+   own instructions. */
+uint32_t clb_crc32(const uint8_t *data, int64_t n, uint32_t crc, int32_t plain);
 
 /* ---- what the machine can do: the limits of a benchmark ------------------------------------------ */
 

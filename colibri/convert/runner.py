@@ -6,13 +6,13 @@ import errno
 import os
 import threading
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from colibri.checksum import crc32
 from colibri.convert.jobs import Job, TargetFile
 from colibri.convert.manifest import Journal
 from colibri.convert.plan import Plan
@@ -148,7 +148,7 @@ class Runner:
         _zero_gaps(job, views)
         for output, view in zip(job.outputs, views, strict=True):
             self._partials[file].write(image.place(*output)[0], view)
-        return tuple(zlib.crc32(view) for view in views)
+        return tuple(crc32(view) for view in views)
 
     def _memory(self, sizes: list[int]) -> list[memoryview]:
         """Memory of this thread for its outputs, used again by its next job."""
