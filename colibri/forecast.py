@@ -20,7 +20,6 @@ from colibri.probe import ABSORBED, Speeds
 from colibri.shapes import Shape, Work
 
 ROWS = 128  # of a prefill step: the engine's
-LATENCY = 1e-4  # seconds until the first byte of a layer's reads is there
 ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
 _ROW_BLOCK, _PAIR_BLOCK = 32, 64  # csrc/core.h
 DISK, MEMORY, PRODUCTS, STEPS = "disk", "memory bandwidth", "arithmetic", "small steps"
@@ -236,7 +235,8 @@ class Forecaster:
         """Seconds until so many experts of a layer are there."""
         if experts <= 0:
             return 0.0
-        return min(1.0, experts) * LATENCY + experts * expert.total / self.speeds.disk
+        waiting = min(1.0, experts) * self.speeds.latency
+        return waiting + experts * expert.total / self.speeds.disk
 
     def _attention(self, position: int) -> float:
         """Seconds of all layers' attention for one row: scores, index scores, values."""

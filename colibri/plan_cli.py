@@ -104,27 +104,32 @@ def _speeds(
     from colibri.shapes import of_container
 
     threads = settings.threads or physical_cores()
-    disk, source = _disk(options["disk"], shape, container)
+    disk, latency, source = _disk(options["disk"], shape, container)
     if options["memory"]:
         sources = {"memory": "given", "disk": source}
-        return probe.Speeds(threads, options["memory"] * 1e9, disk, sources=sources)
+        memory = options["memory"] * 1e9
+        return probe.Speeds(threads, memory, disk, latency=latency, sources=sources)
     demo_container = Container.open(demo.MODEL)
     small = of_container(demo_container, mtp=False)
     kinds = kinds_of(shape, small)
     speeds = probe.measure(threads, kinds, disk, source, shape.files, settings.isa)
     seconds = probe.step_seconds(demo_container, threads, settings.isa)
     cached = replace(speeds, memory=probe.bandwidth(threads, small.files))
-    return replace(speeds, layer_seconds=calibrated(cached, small, seconds).layer_seconds)
+    layer = calibrated(cached, small, seconds).layer_seconds
+    return replace(speeds, layer_seconds=layer, latency=latency)
 
 
-def _disk(asked: str | None, shape: "Shape", container: "Container | None") -> tuple[float, str]:
-    """Bytes a second, and where the figure comes from."""
+def _disk(
+    asked: str | None, shape: "Shape", container: "Container | None"
+) -> tuple[float, float, str]:
+    """Bytes a second, seconds until the first byte, and where the figures come from."""
     from colibri import probe
 
     if asked is None:
         if container is None:
-            return probe.ASSUMED_DISK, "assumed"
-        return probe.disk_of(container, shape.expert.total), "measured"
+            return probe.ASSUMED_DISK, probe.ASSUMED_LATENCY, "assumed"
+        disk = probe.disk_of(container, shape.expert.total)
+        return disk.rate, disk.latency, "measured"
     try:
         rate = float(asked)
     except ValueError:
@@ -133,7 +138,8 @@ def _disk(asked: str | None, shape: "Shape", container: "Container | None") -> t
             raise UsageError(
                 f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"
             ) from None
-        return probe.disk_at(path), "measured"
+        disk = probe.disk_at(path)
+        return disk.rate, disk.latency, "measured"
     if not 0.001 <= rate <= 1000:
         raise UsageError(f"--disk is {asked}; expected GB/s from 0.001 to 1000")
-    return rate * 1e9, "given"
+    return rate * 1e9, probe.ASSUMED_LATENCY, "given"

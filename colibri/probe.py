@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,11 @@ from colibri.state import PARTIAL
 ASSUMED_DISK = 3e9  # bytes a second, where nothing is known: a middling NVMe drive
 ASSUMED_LAYER = 20e-6  # seconds a layer takes beside its weights, where it was not measured
 ABSORBED = "absorbed"  # kv_b: unpacked, then multiplied as floats, each row by itself
+ASSUMED_LATENCY = 1e-4
 MANY = 16  # rows at which products are no longer bound by unpacking weights
 _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
 _PIECE = 1 << 20
+_SMALL = 16 << 10  # bytes of a read that shows how long the first one takes
 _LEAST = 2 << 20  # bytes a thread reads at least
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
@@ -47,6 +49,7 @@ class Speeds:
     disk: float
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     layer_seconds: float = ASSUMED_LAYER
+    latency: float = ASSUMED_LATENCY  # seconds until the first byte of a read is there
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def multiply(self, kind: str, rows: int) -> float | None:
@@ -111,15 +114,20 @@ def step_seconds(container: Container, threads: int, isa: str | None = None) -> 
     return sorted(times)[len(times) // 4]
 
 
-def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> float:
-    """Bytes a second of reading expert records of a container, by the best of two ways."""
-    disk = Disk(container, record_bytes)
-    rates = [disk.measure(way, size) for way in _ways(disk.record_bytes)]
-    return max(rate for rate in rates if rate)
+class DiskSpeed(NamedTuple):
+    """Bytes a second of reading records, and the seconds one read waits for its first byte."""
+
+    rate: float
+    latency: float
 
 
-def disk_at(directory: Path) -> float:
-    """Bytes a second of the disk under a directory, from a file that is written and removed."""
+def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> DiskSpeed:
+    """How fast expert records of a container are read, by the best of a few ways."""
+    return _measure(Disk(container, record_bytes), size)
+
+
+def disk_at(directory: Path) -> DiskSpeed:
+    """How fast the disk under a directory is, from a file that is written and removed."""
     path = directory / f"colibri-probe{PARTIAL}"
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -129,7 +137,7 @@ def disk_at(directory: Path) -> float:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        rates = [_read(path, way) for way in _ways(16 * _PIECE)]
+        return _measure(Disk.of_file(path, 16 * _PIECE), _FILE_BYTES)
     except OSError as why:
         raise UsageError(
             f"--disk {directory}: cannot be measured ({why.strerror}); give GB/s instead"
@@ -137,18 +145,17 @@ def disk_at(directory: Path) -> float:
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return max(rate for rate in rates if rate)
 
 
-def _ways(record_bytes: int) -> list[DiskWay]:
-    piece = min(_PIECE, record_bytes)
-    return [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
-
-
-def _read(path: Path, way: DiskWay) -> float | None:
-    """Bytes a second of reading a whole file; None when it cannot be read in that way."""
-    disk = Disk.of_file(path, 16 * _PIECE)
-    return disk.measure(way, _FILE_BYTES)
+def _measure(disk: Disk, size: int) -> DiskSpeed:
+    """The best of a few ways; then one small read at a time."""
+    piece = min(_PIECE, disk.record_bytes)
+    ways = [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
+    rates = [rate for way in ways if (rate := disk.measure(way, size))]
+    small = Disk.of_file(disk.path, _SMALL)
+    alone = small.measure(DiskWay(False, _SMALL, 1), 64 * _SMALL)
+    best = max(rates)
+    return DiskSpeed(best, max(0.0, _SMALL / alone - _SMALL / best) if alone else ASSUMED_LATENCY)
 
 
 def measure(

@@ -15,7 +15,6 @@ from colibri.engine import Engine
 from colibri.errors import UsageError
 from colibri.forecast import (
     ACCEPTED,
-    LATENCY,
     ROWS,
     Forecaster,
     budgets,
@@ -29,12 +28,13 @@ from colibri.knobs import Settings
 from colibri.layout import Formats
 from colibri.locality import RANDOM, TEXT, Locality, lru, of_trace
 from colibri.memory import RESERVE
-from colibri.probe import MANY, Speeds
+from colibri.probe import ASSUMED_LATENCY, MANY, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
 
 GB, GIB = 1e9, 1 << 30
 RECORD = 20_054_016
+LATENCY = ASSUMED_LATENCY
 SLOW = Speeds(1, memory=50 * GB, disk=5 * GB, layer_seconds=0.0)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
+from toolbox import tool
 
 from colibri import probe
-from colibri.probe import Speeds
+from colibri.probe import DiskSpeed, Speeds
 from colibri.shapes import PUBLISHED
 
 GLM = ("plan", "--shape", "glm-5.2", "--ram", "64", "--disk", "6.5", "--memory", "60")
@@ -19,7 +21,7 @@ def still(monkeypatch):
     rates = dict.fromkeys(("int4", "int8", "f32"), (10000000000.0, 20000000000.0))
     monkeypatch.setattr(probe, "products", lambda *arguments: rates)
     monkeypatch.setattr(probe, "bandwidth", lambda *arguments: 20e9)
-    monkeypatch.setattr(probe, "disk_of", lambda *arguments: 2e9)
+    monkeypatch.setattr(probe, "disk_of", lambda *arguments: DiskSpeed(2e9, 1e-4))
     monkeypatch.setattr(probe, "step_seconds", lambda *arguments: 1e-3)
 
 
@@ -133,6 +135,25 @@ def test_refusals(command, still, arguments, message):
     """Each is one line that says what to write instead."""
     result = command("plan", *arguments.split())
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1
+
+
+def test_forecasts_are_checked_against_the_engine(demo_container, still):
+    """tools/check_forecast.py runs what it forecasts: the same budget gives the engine and the
+    forecast the same slots, but for one, whatever the clock says."""
+    check = tool("check_forecast")
+    options = argparse.Namespace(threads=1, io="buffered", repeat=1, tokens=4)
+    rows = check.compare(demo_container, [101 << 20, 103 << 20], options)["rows"]
+    assert all(abs(row["slots"] - row["forecast_slots"]) <= 1 for row in rows)
+    assert 0 < rows[0]["slots"] < rows[1]["slots"] and all(row["ratio"] > 0 for row in rows)
+    assert len(list(check.table(rows))) == 4
+
+
+def test_published_figures():
+    """The table of what others reported names a limit and a figure for each of them."""
+    check = tool("check_forecast")
+    lines = list(check.reported())
+    assert len(lines) == 2 + len(check.REPORTS)
+    assert "| 0.05-0.1 |" in lines[2] and "disk" in lines[2]
 
 
 def test_a_look_at_this_machine():

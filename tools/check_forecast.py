@@ -1,0 +1,188 @@
+"""Whether `colibri plan` tells the truth: forecasts beside measurements, and beside other people's.
+
+python tools/check_forecast.py MODEL --ram 3,4,6,9 [--repeat 3] [--tokens 48] [--json FILE]
+python tools/check_forecast.py --reported
+
+The first streams MODEL within each amount of memory, in rounds, as `colibri bench` does, and fails
+when a median is more than 20% from its forecast. Bench ids are random, so the forecast takes every
+expert for as likely as another. The second needs no machine: published figures of GLM-5.2 in
+another engine, in that engine's formats, with what their reports do not say assumed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from colibri import demo, probe
+from colibri.bench import Arm, Bench, Request
+from colibri.container import Container
+from colibri.errors import ColibriError
+from colibri.forecast import Forecaster, calibrated, kinds_of
+from colibri.formats import Format
+from colibri.knobs import BY_NAME
+from colibri.layout import Formats
+from colibri.locality import RANDOM, TEXT
+from colibri.memory import gigabytes, physical_cores
+from colibri.probe import Speeds
+from colibri.shapes import Shape, of_config, of_container, published
+
+TOLERANCE = 0.2
+SETTLE = 16  # tokens of context beside those that Bench decodes
+GIB, GB = 1 << 30, 1e9
+
+
+# ---- measured here ------------------------------------------------------------------------------
+
+
+def speeds_of(container: Container, shape: Shape, threads: int) -> Speeds:
+    """What `colibri plan` would measure."""
+    small_container = Container.open(demo.MODEL)
+    small = of_container(small_container, mtp=False)
+    disk = probe.disk_of(container, shape.expert.total)
+    kinds = kinds_of(shape, small)
+    speeds = probe.measure(threads, kinds, disk.rate, "measured", shape.files)
+    cached = replace(speeds, memory=probe.bandwidth(threads, small.files))
+    seconds = probe.step_seconds(small_container, threads)
+    layer = calibrated(cached, small, seconds).layer_seconds
+    return replace(speeds, layer_seconds=layer, latency=disk.latency)
+
+
+def compare(container: Container, budgets: list[int], options: argparse.Namespace) -> dict:
+    """Forecast and median of every budget."""
+    threads = options.threads or physical_cores()
+    arms = tuple(Arm(options.io, ram=size) for size in budgets)
+    request = Request(
+        threads=(threads,), sections=("stream",), arms=arms, repeat=options.repeat,
+        tokens=options.tokens,
+    )  # fmt: skip
+    shape = of_container(container, mtp=False)
+    speeds = speeds_of(container, shape, threads)
+    forecaster = Forecaster(shape, speeds, RANDOM)
+    measured = Bench(container, request, lambda text: print(text, file=sys.stderr)).run()
+    context, position = 2 * options.tokens + SETTLE, 3 * options.tokens // 2
+    rows = []
+    for size, arm in zip(budgets, arms, strict=True):
+        figure = next(f for f in measured["figures"] if f["asked"] == str(arm))
+        forecast = forecaster.forecast(size, position, context, options.io)
+        rows.append(_row(forecast.as_dict(), figure))
+    return {"machine": speeds.as_dict(), "rows": rows, "bench": measured}
+
+
+def _row(forecast: dict[str, Any], figure: dict[str, Any]) -> dict[str, Any]:
+    rate = figure["tokens_per_second"]
+    return {
+        "budget": forecast["budget"],
+        "io": figure["io"],
+        "slots": figure["slots"],
+        "forecast_slots": forecast["slots"],
+        "limit": forecast["parts"]["limit"],
+        "read_bytes": figure["read_bytes_per_token"],
+        "forecast_read_bytes": forecast["warm_bytes"],
+        "measured": rate,
+        "forecast": forecast["rate"],
+        "ratio": forecast["rate"] / rate["median"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown."""
+    yield "| memory | experts a layer | read a token: forecast, measured | tokens/s: forecast, "\
+          "measured | forecast / measured | limited by |"  # fmt: skip
+    yield "|---:|---:|---:|---:|---:|---|"
+    for row in rows:
+        slots = "all" if row["slots"] is None else row["slots"]
+        yield (
+            f"| {gigabytes(row['budget'])} | {slots} | {row['forecast_read_bytes'] / 1e6:,.0f} MB, "
+            f"{row['read_bytes'] / 1e6:,.0f} MB | {row['forecast']:.3g}, "
+            f"{row['measured']['median']:.3g} | {row['ratio']:.2f} | {row['limit']} |"
+        )
+
+
+# ---- reported elsewhere -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """A published figure: the machine as far as it is known, what is assumed, and the speed.
+
+    `memory` in 2^30 bytes, rates in 10^9 bytes a second; `hits` when the report has them.
+    """
+
+    who: str
+    memory: float
+    disk: float
+    bandwidth: float
+    assumed: str
+    reported: str
+    hits: float | None = None
+
+
+REPORTS = (
+    Report("WSL, 25 GB, cold", 22, 1, 30, "disk 1, memory 30 GB/s", "0.05-0.1"),
+    Report("desktops of 24 GB", 22, 3, 40, "disk 3, memory 40 GB/s", "0.05-0.4"),
+    Report("desktops of 64 GB", 60, 5, 60, "disk 5, memory 60 GB/s", "0.05-0.4"),
+    Report("desktop, 128 GB", 120, 7, 70, "disk 7, memory 70 GB/s", "about 1.8"),
+    Report("disk of 6.44 GB/s, 54% hits", 90, 6.44, 60, "memory 60 GB/s", "0.35", hits=0.54),
+    Report("EPYC, 430 GB, all cached", 430, 3, 100, "memory 100 GB/s", "1.0"),
+    Report("EPYC 9V45, all cached", 430, 3, 400, "memory 400 GB/s", "2.83 rotating, 6.91 warm"),
+)
+
+
+def reported() -> Iterator[str]:
+    """Markdown: what plan says for each report's machine, and what was reported there."""
+    formats = Formats(*map(Format.parse, ("int4-f32", "int4-f32", "int8", "int8")))
+    shape = of_config(*published("glm-5.2"), formats)
+    yield "| machine | assumed | hits | forecast, tokens/s | limited by | reported, tokens/s |"
+    yield "|---|---|---:|---:|---|---:|"
+    for report in REPORTS:
+        speeds = Speeds(1, report.bandwidth * GB, report.disk * GB)
+        forecaster = Forecaster(shape, speeds, TEXT)
+        size = round(report.memory * GIB)
+        hits = report.hits
+        if hits is None:
+            hits = forecaster.forecast(size, 512, 4096).hits
+        parts = forecaster.step(hits, 512)
+        yield (
+            f"| {report.who} | {report.assumed} | {100 * hits:.0f}% | {1 / parts.seconds:.2g} | "
+            f"{parts.limit} | {report.reported} |"
+        )
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Print a table; returns 1 when a forecast is off."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--ram", help="amounts of memory, with commas between them")
+    parser.add_argument("--io", default="auto", choices=("auto", "mmap", "buffered", "direct"))
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--json", type=Path, help="keep every measurement")
+    parser.add_argument("--reported", action="store_true")
+    options = parser.parse_args()
+    if options.reported:
+        print("\n".join(reported()))
+        return 0
+    if not options.model or not options.ram:
+        parser.error("give MODEL and --ram, or --reported")
+    budgets = [BY_NAME["ram"].kind.parse(size) for size in options.ram.split(",")]
+    try:
+        found = compare(Container.open(options.model), budgets, options)
+    except ColibriError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(table(found["rows"])))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(abs(row["ratio"] - 1) > TOLERANCE for row in found["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
