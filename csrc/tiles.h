@@ -177,7 +177,7 @@ CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows
     store_tile(t, acc, outputs, rows);
 }
 
-/* ---- quantised weights, one scale a block ------------------------------------------------------ */
+/* ---- quantised weights, one scale a block -------------------------------------------------- */
 
 /* out[k] = of * x[k]: a weight scale that covers several blocks. */
 CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
