@@ -39,7 +39,7 @@ static uint32_t by_tables(const uint8_t *data, int64_t n, uint32_t rest) {
     return rest;
 }
 
-/* ---- carry-less multiplication: sixty-four bytes a step ------------------------------------------- */
+/* ---- carry-less multiplication: sixty-four bytes a step ------------------------------------ */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
