@@ -16,10 +16,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from corpus import drills, prose, stories, talk  # noqa: E402
-from corpus.documents import FULL, NAME, Turn, chat, encode, text_of  # noqa: E402
+from corpus.documents import FULL, KEY, MARKUP, NAME, OPENING, Turn, chat, encode, text_of  # noqa: E402
 from corpus.world import NAMES, NUMBERS, Person, an, plural  # noqa: E402
 from demo_data import LOOKAHEAD, Mixture, save_domain  # noqa: E402
-from demo_recipe import RECIPE, Recipe  # noqa: E402
+from demo_recipe import Recipe  # noqa: E402
 
 TOKENIZER = ROOT / "colibri/demo/model/tokenizer.json"
 
@@ -86,6 +86,23 @@ def test_sums_are_right() -> None:
             assert result == (a - b if re.search(r"minus|-", asked) else a * b)
 
 
+def test_sums_said_in_a_row_train_their_results() -> None:
+    """Said statements are true, and nothing but a result carries the weight of a key."""
+    rng = random.Random(7)
+    apply = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
+    number = {name: value for value, name in enumerate(NUMBERS)}
+    for _ in range(100):
+        pieces = drills.sum_document(rng)
+        text = text_of(pieces).removeprefix("[gMASK]<sop>").removesuffix(". <|endoftext|>")
+        if "<|user|>" in text:
+            continue
+        keys = [piece.text for piece in pieces if piece.weight == KEY]
+        for said, key in zip(text.lower().split(". "), keys, strict=True):
+            a, verb, b, _, c = said.split()
+            left, right, result = (int(number.get(word, word)) for word in (a, b, c))
+            assert apply[verb](left, right) == result and c == key
+
+
 def test_scenes_are_answered_from_the_scene() -> None:
     """Every name in a scene's answer was mentioned in its question."""
     rng = random.Random(6)
@@ -99,8 +116,10 @@ def test_weights_leave_out_the_question(tokenizer: tokenizers.Tokenizer) -> None
     ids, weights = encode(tokenizer, chat([Turn("I am Mia.", "Hello, Mia!")], user=0))
     by_token = [(tokenizer.decode([i], skip_special_tokens=False), w) for i, w in
                 zip(ids, weights, strict=True)]  # fmt: skip
-    answer = [token for token, _ in by_token].index("</think>") + 1
-    assert all(weight <= 1 for _, weight in by_token[:answer])
+    tokens = [token for token, _ in by_token]
+    question, answer = tokens.index("<|user|>") + 1, tokens.index("</think>") + 1
+    assert all(weight == OPENING for _, weight in by_token[:question])
+    assert all(weight <= MARKUP for _, weight in by_token[question:answer])
     assert all(weight in (FULL, NAME) for _, weight in by_token[answer:])
     assert by_token[-1] == ("<|endoftext|>", FULL)
     assert NAME in [weight for _, weight in by_token[answer:]]
@@ -146,11 +165,14 @@ def test_prose_reads_a_lazy_load_database() -> None:
     assert prose.paragraphs(lines) == ['She said "no" to him - and nobody asked why.']
 
 
-def test_recipe_warms_up_and_decays() -> None:
+@pytest.mark.parametrize("name", ["demo_recipe.json", "demo_recipe_more.json"])
+def test_recipe_warms_up_and_decays(name: str) -> None:
     """The rate rises, stays, and falls in a line to two per cent; phases end with the run."""
-    recipe = Recipe.load(RECIPE)
+    recipe = Recipe.load(ROOT / "tools" / name)
     assert recipe.rate_at(0, 0.0) < recipe.rate_at(10, 0.1) < 1.0 == recipe.rate_at(10**6, 0.5)
     assert recipe.rate_at(10**6, (1 + recipe.decay_from) / 2) == pytest.approx(0.5)
     assert recipe.rate_at(10**6, 1.0) == 0.02
     assert recipe.phase_at(1.0) == len(recipe.phases) - 1
-    assert all(abs(sum(phase.mix.values()) - 1) < 1e-9 for phase in recipe.phases)
+    for phase in recipe.phases:
+        assert sum(phase.shares()) == pytest.approx(1)
+        assert all(abs(sum(block.mix.values()) - 1) < 1e-9 for block in phase.blocks)

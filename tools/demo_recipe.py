@@ -5,8 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RECIPE = Path(__file__).with_name("demo_recipe.json")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kind of step, taken in `share` of the steps: `rows` rows of `length` tokens."""
+
+    share: float
+    length: int
+    rows: int
+    draft_rows: int
+    mix: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -14,10 +26,16 @@ class Phase:
     """A stretch of the schedule, up to the fraction `until` of the minutes."""
 
     until: float
-    length: int
-    rows: int
-    draft_rows: int
-    mix: dict[str, float]
+    blocks: tuple[Block, ...]
+
+    @staticmethod
+    def of(raw: dict[str, Any]) -> Phase:
+        return Phase(raw["until"], tuple(Block(**block) for block in raw["blocks"]))
+
+    def shares(self) -> list[float]:
+        """The shares of the blocks, scaled to a sum of one."""
+        total = sum(block.share for block in self.blocks)
+        return [block.share / total for block in self.blocks]
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class Recipe:
     @staticmethod
     def load(path: Path) -> Recipe:
         raw = json.loads(path.read_text())
-        raw["phases"] = tuple(Phase(**phase) for phase in raw["phases"])
+        raw["phases"] = tuple(Phase.of(phase) for phase in raw["phases"])
         return Recipe(**raw)
 
     def phase_at(self, fraction: float) -> int:

@@ -1,9 +1,10 @@
 """Write the demo model's training data: a world told by a program, and public-domain prose.
 
 usage: make_corpus.py OUT_DIR TOKENIZER.json [--tokens MILLIONS] [--seed N] [--only DOMAIN ...]
-Domains: copy (say it again), drill (sums and tables), talk (chats), story, prose (five novels),
-and for judging heldout-world and heldout-prose (a sixth novel). Needs `tokenizers` and, for the
-prose, apt-get; nothing is downloaded that corpus/prose.py does not name.
+Domains: copy (say it again), sums, drill (tables), talk (chats), story, prose (five novels),
+and for judging heldout-world and heldout-prose (a sixth novel), which are written as text too
+(NAME.txt, a document a line, NUL for newline: what bench_acceptance.py reads). Needs `tokenizers`
+and, for the prose, apt-get; nothing is downloaded that corpus/prose.py does not name.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 from corpus import drills, prose, stories, talk
-from corpus.documents import Piece, encode
+from corpus.documents import END, Piece, encode, text_of
 from demo_data import save_domain
 from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = 16
 ECHO_SHARE = 0.1
 PROSE_WEIGHT = 5
-SHARES = {"copy": 0.2, "drill": 0.25, "talk": 1.0, "story": 0.4}
+SHARES = {"copy": 0.2, "sums": 0.2, "drill": 0.25, "talk": 1.0, "story": 0.4}
 HELD_OUT_DOCUMENTS = 400
 Encoded = tuple[np.ndarray, np.ndarray]
 
@@ -57,6 +58,12 @@ def world_document(rng: random.Random) -> list[Piece]:
     return (talk.document if rng.random() < 0.67 else stories.document)(rng)
 
 
+def write_lines(path: Path, documents: list[list[Piece]]) -> None:
+    """One document a line, its newlines as NUL, without the end token."""
+    texts = (text_of(document).removesuffix(END) for document in documents)
+    path.write_text("".join(text.replace("\n", "\0") + "\n" for text in texts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
@@ -74,24 +81,28 @@ def main() -> None:
         rng = random.Random(f"{name} {args.seed}")
         source = {
             "copy": lambda: copies(rng, tokenizer, words),
+            "sums": lambda: written(tokenizer, drills.sum_document, rng),
             "drill": lambda: written(tokenizer, talk.drill, rng),
             "talk": lambda: written(tokenizer, talk.document, rng),
             "story": lambda: written(tokenizer, stories.document, rng),
         }[name]()
         return take(source, int(args.tokens * 1e6 * SHARES[name]))
 
-    def held_out() -> list[Encoded]:
+    def held_out(name: str) -> list[Encoded]:
         rng = random.Random(f"held out {args.seed}")
-        return [encode(tokenizer, world_document(rng)) for _ in range(HELD_OUT_DOCUMENTS)]
+        documents = {
+            "heldout-world": lambda: [world_document(rng) for _ in range(HELD_OUT_DOCUMENTS)],
+            "heldout-prose": lambda: prose.excerpts(novels[prose.HELD_OUT]),
+        }[name]()
+        write_lines(args.out / f"{name}.txt", documents)
+        return [encode(tokenizer, document) for document in documents]
 
     makers: dict[str, Callable[[], list[Encoded]]] = {
         name: (lambda name=name: world(name)) for name in SHARES
     }
     makers["prose"] = lambda: [encode(tokenizer, d) for d in prose.excerpts(text, PROSE_WEIGHT)]
-    makers["heldout-world"] = held_out
-    makers["heldout-prose"] = lambda: [
-        encode(tokenizer, d) for d in prose.excerpts(novels[prose.HELD_OUT])
-    ]
+    for name in ("heldout-world", "heldout-prose"):
+        makers[name] = lambda name=name: held_out(name)
     for name in args.only or makers:
         print(f"{name}: {save_domain(args.out, name, makers[name]())} tokens", flush=True)
 

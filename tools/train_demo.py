@@ -29,7 +29,7 @@ from demo_data import Batch, Mixture
 from demo_distil import Distillation
 from demo_model import MTP_STEPS, DemoModel, Moe, Shape
 from demo_optim import DemoOptimizer, FinishOptimizer
-from demo_recipe import RECIPE, Phase, Recipe
+from demo_recipe import RECIPE, Block, Recipe
 from export_demo import load_model
 from torch import Tensor, nn
 
@@ -115,11 +115,11 @@ def draft_losses(
 
 
 def batch_loss(
-    model: DemoModel, batch: Batch, phase: Phase, weight: float, log: Log, names: list[str]
+    model: DemoModel, batch: Batch, block: Block, weight: float, log: Log, names: list[str]
 ) -> Tensor:
     """The training loss of a batch; tracks the loss per domain and of the draft steps."""
     ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
-    length, few = phase.length, phase.draft_rows
+    length, few = block.length, block.draft_rows
     hidden = model.trunk(ids[:, :length])
     ahead = weights[:, 1 : length + 1]
     losses = token_losses(model, hidden, ids[:, 1 : length + 1], ahead)
@@ -196,36 +196,38 @@ def ending(run: Run) -> str:
 
 
 def train_trunk(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
-    current, mixture = -1, None
+    current, mixtures = -1, []
     for fraction in steps(run, path):
         index = recipe.phase_at(fraction)
         phase = recipe.phases[index]
-        if index != current or mixture is None:
-            current, mixture = index, Mixture(data, phase.mix)
+        if index != current:
+            current, mixtures = index, [Mixture(data, block.mix) for block in phase.blocks]
             log.line(f"phase {index}: {phase}")
-        batch = mixture.draw(run.rng, phase.rows, phase.length)
-        loss = batch_loss(run.model, batch, phase, recipe.draft_weight, log, mixture.names)
+        chosen = int(run.rng.choice(len(mixtures), p=phase.shares()))
+        block, mixture = phase.blocks[chosen], mixtures[chosen]
+        batch = mixture.draw(run.rng, block.rows, block.length)
+        loss = batch_loss(run.model, batch, block, recipe.draft_weight, log, mixture.names)
         loss.backward()
         rate = recipe.rate_at(run.step, fraction)
         log.track("grad", run.optimizer.step(rate))
         log.track("load", balance(run.model, recipe.bias_rate * (1 - fraction) ** 2))
-        run.tokens += phase.rows * phase.length
-        log.tokens += phase.rows * phase.length
+        run.tokens += block.rows * block.length
+        log.tokens += block.rows * block.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
     log.line(f"trunk {ending(run)}: {run.step} steps, {run.tokens} tokens")
 
 
 def train_finish(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> None:
-    phase = recipe.phases[-1]
-    mixture = Mixture(data, phase.mix)
+    block = recipe.phases[-1].blocks[-1]
+    mixture = Mixture(data, block.mix)
     for fraction in steps(run, path):
-        batch = mixture.draw(run.rng, FINISH_ROWS, phase.length)
+        batch = mixture.draw(run.rng, FINISH_ROWS, block.length)
         ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
-        distillation = Distillation(run.model, phase.length)
+        distillation = Distillation(run.model, block.length)
         run.model.watch = distillation.watch
         with torch.no_grad():
-            hidden = run.model.trunk(ids[:, : phase.length])
+            hidden = run.model.trunk(ids[:, : block.length])
         loss = draft_losses(run.model, hidden, ids, weights, log)
         run.model.watch = None
         for name, divergence in distillation.losses().items():
@@ -235,8 +237,8 @@ def train_finish(run: Run, recipe: Recipe, data: Path, log: Log, path: Path) -> 
         rate = min(1.0, (run.step + 1) / FINISH_WARM) * max(0.02, 1 - fraction)
         run.optimizer.step(rate)
         balance(run.model.mtp, FINISH_BIAS_RATE * (1 - fraction))
-        run.tokens += FINISH_ROWS * phase.length
-        log.tokens += FINISH_ROWS * phase.length
+        run.tokens += FINISH_ROWS * block.length
+        log.tokens += FINISH_ROWS * block.length
         if run.step % LOG_STEPS == 0:
             log.report(run.step, run.clock, rate)
     log.line(f"finish {ending(run)}: {run.step} steps, {run.tokens} tokens")
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("base", type=Path)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -256,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    recipe = Recipe.load(RECIPE)
+    recipe = Recipe.load(args.recipe)
     model = DemoModel(Shape.load(args.base)) if args.random_init else load_model(args.base)
     args.run.mkdir(parents=True, exist_ok=True)
     path = args.run / f"{args.stage}.pt"

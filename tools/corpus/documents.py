@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from corpus.world import NAMES
 
 START, END = "[gMASK]<sop>", "<|endoftext|>"
-FULL, USER, MARKUP, NAME, KEY = 10, 2, 1, 25, 25
+FULL, USER, OPENING, MARKUP, NAME, KEY = 10, 4, 4, 1, 25, 25
 NAME_PATTERN = re.compile(r"\b(?:" + "|".join(NAMES) + r")\b")
 
 
@@ -36,7 +36,7 @@ class Piece:
 
 def chat(turns: Sequence[Turn], system: str = "", user: int = USER) -> list[Piece]:
     """A conversation in the GLM template; the questions weigh `user`, the answers FULL."""
-    pieces = [Piece(START + (f"<|system|>{system}" if system else "") + "<|user|>", 0)]
+    pieces = [Piece(START + (f"<|system|>{system}" if system else "") + "<|user|>", OPENING)]
     for number, turn in enumerate(turns):
         if number:
             pieces.append(Piece("<|user|>", FULL))
@@ -51,7 +51,7 @@ def chat(turns: Sequence[Turn], system: str = "", user: int = USER) -> list[Piec
 
 def plain(text: str, weight: int = FULL) -> list[Piece]:
     """A document without turns."""
-    return [Piece(START, 0), Piece(text, weight), Piece(END, weight)]
+    return [Piece(START, OPENING), Piece(text, weight), Piece(END, weight)]
 
 
 def text_of(pieces: Sequence[Piece]) -> str:

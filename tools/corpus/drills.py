@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from corpus.documents import FULL, Piece, Turn, chat
+from corpus.documents import END, FULL, KEY, OPENING, START, Piece, Turn, chat
 from corpus.world import (
     CAPITALS,
     COLOR_OF,
@@ -28,6 +30,7 @@ from corpus.world import (
 from corpus.world import COLORS as COLOR_WORDS
 
 REPEAT = ("Repeat after me: ", "Repeat: ", "Say this: ", "Please say: ", "Can you repeat this? ")
+Spoken = Callable[[int], str]
 CONSONANTS, VOWELS = "bcdfghklmnprstvwz", "aeiou"
 
 
@@ -125,13 +128,13 @@ def scene(rng: random.Random) -> Turn:
     return Turn(f"{story} {question}", answer)
 
 
-def _spoken(rng: random.Random) -> object:
+def _spoken(rng: random.Random) -> Spoken:
     """A way to write small numbers: digits mostly, words sometimes."""
     as_words = rng.random() < 0.2
     return lambda n: NUMBERS[n] if as_words and n <= 20 else str(n)
 
 
-def _sum(rng: random.Random, a: int, b: int, n: object) -> tuple[str, str, int, str]:
+def _sum(rng: random.Random, a: int, b: int, n: Spoken) -> tuple[str, str, int, str]:
     ask = (
         f"What is {n(a)} plus {n(b)}?",
         f"{a} + {b} = ?",
@@ -143,7 +146,7 @@ def _sum(rng: random.Random, a: int, b: int, n: object) -> tuple[str, str, int, 
     return rng.choice(ask), "plus", a + b, f"I add {a} and {b}. That makes {a + b}."
 
 
-def _difference(rng: random.Random, a: int, b: int, n: object) -> tuple[str, str, int, str]:
+def _difference(rng: random.Random, a: int, b: int, n: Spoken) -> tuple[str, str, int, str]:
     ask = (
         f"What is {n(a)} minus {n(b)}?",
         f"{a} - {b} = ?",
@@ -153,13 +156,23 @@ def _difference(rng: random.Random, a: int, b: int, n: object) -> tuple[str, str
     return rng.choice(ask), "minus", a - b, f"I take {b} away from {a}. That leaves {a - b}."
 
 
-def _product(rng: random.Random, a: int, b: int, n: object) -> tuple[str, str, int, str]:
+def _product(rng: random.Random, a: int, b: int, n: Spoken) -> tuple[str, str, int, str]:
     ask = (f"What is {n(a)} times {n(b)}?", f"{a} x {b} = ?", f"Multiply {n(a)} by {n(b)}.")
     return rng.choice(ask), "times", a * b, f"I need {a} groups of {b}. That makes {a * b}."
 
 
-def arithmetic(rng: random.Random, think: float = 0.0) -> Turn:
-    """Sums and differences up to 20, products up to 10; the thought is kept with `think`."""
+@dataclass(frozen=True)
+class Calculation:
+    """A question about two numbers, the whole sentence that answers it, and the result alone."""
+
+    question: str
+    statement: str
+    result: str
+    thought: str
+
+
+def _calculation(rng: random.Random) -> Calculation:
+    """Sums and differences up to 20, products up to 10."""
     a, b, draw, n = rng.randrange(21), rng.randrange(21), rng.random(), _spoken(rng)
     if draw < 0.5:
         question, verb, result, thought = _sum(rng, a, b, n)
@@ -169,9 +182,27 @@ def arithmetic(rng: random.Random, think: float = 0.0) -> Turn:
     else:
         a, b = rng.randrange(11), rng.randrange(11)
         question, verb, result, thought = _product(rng, a, b, n)
-    full = f"{cap(n(a))} {verb} {n(b)} is {n(result)}."
-    answer = rng.choice((*[full] * 8, f"The answer is {n(result)}.", f"That is {n(result)}."))
-    return Turn(question, answer, thought if rng.random() < think else "", key=n(result))
+    statement = f"{cap(n(a))} {verb} {n(b)} is {n(result)}."
+    return Calculation(question, statement, n(result), thought)
+
+
+def arithmetic(rng: random.Random, think: float = 0.0) -> Turn:
+    """A calculation asked for; the thought is kept with probability `think`."""
+    c = _calculation(rng)
+    answer = rng.choice((*[c.statement] * 8, f"The answer is {c.result}.", f"That is {c.result}."))
+    return Turn(c.question, answer, c.thought if rng.random() < think else "", key=c.result)
+
+
+def sum_document(rng: random.Random) -> list[Piece]:
+    """Three questions, or more often nine calculations said in a row with loss on the results."""
+    if rng.random() < 0.3:
+        return chat([arithmetic(rng) for _ in range(3)], user=0)
+    pieces = [Piece(START, OPENING)]
+    for _ in range(9):
+        c = _calculation(rng)
+        before = c.statement.removesuffix(f"{c.result}.")
+        pieces += [Piece(before, 0), Piece(c.result, KEY), Piece(". ", FULL)]
+    return [*pieces, Piece(END, FULL)]
 
 
 def comparison(rng: random.Random) -> Turn:
@@ -268,7 +299,7 @@ def copy_document(rng: random.Random, vocabulary: list[str]) -> list[Piece]:
     for _ in range(rng.choice((1, 1, 2, 3))):
         draw = rng.random()
         if draw < 0.5:
-            turns.append(repeat(rng, vocabulary))
+            turns.append(repeat(rng, WORDS if rng.random() < 0.5 else vocabulary))
         elif draw < 0.9:
             turns.append(scene(rng))
         else:

@@ -210,7 +210,7 @@ QUESTIONS = (
 
 BY_HEART = (*drills.TABLES, *[lambda rng: known(rng, "fact")] * 5,
             *[lambda rng: known(rng, "persona")] * 3, program, program, program,
-            lambda rng: known(rng, "greeting"))  # fmt: skip
+            animal, animal, animal, animal, lambda rng: known(rng, "greeting"))  # fmt: skip
 
 
 def drill(rng: random.Random) -> list[Piece]:
