@@ -7,9 +7,11 @@ from typing import Protocol
 
 from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY, Lap
 
+STEP_ROWS = 8  # rows of one step that the drafter takes in; more are what waited, and no price
+
 
 class Costs(Protocol):
-    """Seconds, or any unit proportional to them: only ratios decide."""
+    """In any unit proportional to seconds: only ratios decide."""
 
     absorb: float  # the first draft of a step
     draft: float  # each further one
@@ -59,22 +61,23 @@ class Mean:
     WILD, FEW = 1.5, 4.0
 
     def __init__(self, memory: float) -> None:
-        self.keep = 1.0 - 1.0 / memory
+        self.forgets = 1.0 / memory
         self.total = self.weight = 0.0
 
-    def add(self, value: float) -> None:
-        """One more value."""
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """One more value, which may count for less than one."""
         if self.weight > 0.0:
             most = self.WILD * self.total / self.weight
             if self.weight < self.FEW and value * self.WILD * self.WILD < most:
                 self.total = self.weight = 0.0
             value = min(value, most)
-        self.total = self.total * self.keep + value
-        self.weight = self.weight * self.keep + 1.0
+        self.age(weight)
+        self.total += value * weight
+        self.weight += weight
 
-    def age(self, values: int) -> None:
-        """So many values went elsewhere meanwhile: what is known is trusted less."""
-        keep = self.keep**values
+    def age(self, values: float) -> None:
+        """So many values went here or elsewhere meanwhile: what is known is trusted less."""
+        keep = 1.0 - self.forgets * values
         self.total *= keep
         self.weight *= keep
 
@@ -84,74 +87,88 @@ class Mean:
 
 
 class MeasuredCosts:
-    """Seconds from the ledger's stopwatch; waits for expert reads are part of them.
+    """From the ledger's stopwatch, in passes of one row made at about the same time.
 
-    Depths that were not tried lately are read off a line through those that were.
+    A shared machine changes its speed within milliseconds, so seconds are never compared with
+    those of long ago: a pass is held against the few just before it that had other rows. Depths
+    that were not tried lately are read off a line through those that were. Waits for expert reads
+    are part of all of it.
     """
 
-    ROW = 0.35  # slope of the line before two depths were seen, in single-row passes
-    MEMORY = 48.0  # passes
-    BLEND = 3.0  # passes that the line is worth against a depth's own mean
+    ROW = 0.35  # of one more row, before two depths were seen
+    MEMORY = 48.0  # comparisons
+    BLEND = 3.0  # comparisons that the line is worth against a depth's own mean
     CHEAPER = 0.7  # a further draft, in first drafts, before one was measured
+    NEAR = 0.8  # what a pass counts in the speed of now, against the one after it
+    FAINT = 0.1  # passes of other rows that count for less than this are too long ago
 
     def __init__(self) -> None:
         self._pass: list[Mean] = []  # by rows, from 1
-        self._last: list[int] = []  # passes made when each mean was brought up to date
-        self._passes = 0
+        self._near: list[list[float]] = []  # by rows: seconds a unit took lately, and their weight
         self._absorb, self._draft = Mean(self.MEMORY), Mean(self.MEMORY)
+        self._plain = 0
 
     def begin(self) -> None:
         """What was measured stays true."""
 
     def wants_plain(self, long_ago: bool) -> bool:
-        """At first, and then once in a while."""
-        return long_ago or not self._pass
+        """At first (twice: the first pass after a start is often slow), then once in a while."""
+        return long_ago or self._plain < 2
 
     @property
     def absorb(self) -> float:
-        """Seconds to absorb the last rows and make the first draft of them."""
+        """Cost of absorbing a step's rows and making the first draft of them."""
         return self._absorb.value(0.0)
 
     @property
     def draft(self) -> float:
-        """Seconds of each further draft."""
+        """Cost of each further draft."""
         return self._draft.value(self.CHEAPER * self.absorb)
 
     def record(self, laps: Sequence[Lap]) -> None:
-        """A step's first draft is its last absorb before the pass: older ones are keys only."""
-        absorbed = 0.0
+        """One step: its pass first, for the others are held against it."""
         for name, rows, seconds in laps:
             if name == PLAIN:
+                self._plain += 1
                 self._passed(1, seconds)
-            elif name == ABSORB:
-                absorbed = seconds
-            elif name == DRAFT:
-                self._draft.add(seconds)
             elif name == VERIFY:
                 self._passed(rows, seconds)
-                if absorbed:
-                    self._absorb.add(absorbed)
+        if len(laps) > 1:
+            self._drafted(laps)
+
+    def _drafted(self, laps: Sequence[Lap]) -> None:
+        unit = sum(near[0] for near in self._near) / sum(near[1] for near in self._near)
+        for name, rows, seconds in laps:
+            if name == DRAFT:
+                self._draft.add(seconds / unit)
+            elif name == ABSORB and rows <= STEP_ROWS:
+                self._absorb.add(seconds / unit)
 
     def _passed(self, rows: int, seconds: float) -> None:
         while len(self._pass) < rows:
             self._pass.append(Mean(self.MEMORY))
-            self._last.append(self._passes)
-        mean = self._pass[rows - 1]
-        if self._last[rows - 1] != self._passes:
-            mean.age(self._passes - self._last[rows - 1])
-        mean.add(seconds)
-        self._passes += 1
-        self._last[rows - 1] = self._passes
+            self._near.append([0.0, 0.0])
+        mean, own = self._pass[rows - 1], self._near[rows - 1]
+        total = weight = 0.0
+        for near in self._near:
+            near[0] *= self.NEAR
+            near[1] *= self.NEAR
+            total += near[0]
+            weight += near[1]
+        weight -= own[1]
+        if weight > self.FAINT:
+            self._compared(mean, seconds * weight / (total - own[0]), min(weight, 1.0))
+        own[0] += seconds / mean.value(1.0 + self.ROW * (rows - 1))
+        own[1] += 1.0
 
-    def _up_to_date(self) -> None:
-        for n, mean in enumerate(self._pass):
-            if self._last[n] != self._passes:
-                mean.age(self._passes - self._last[n])
-                self._last[n] = self._passes
+    def _compared(self, mean: Mean, cost: float, weight: float) -> None:
+        for other in self._pass:
+            if other is not mean:
+                other.age(weight)
+        mean.add(cost, weight)
 
     def passes(self, rows: int) -> list[float]:
         """Each depth's own mean, drawn towards the line where it is not well known."""
-        self._up_to_date()
         base, slope = self._line()
         costs, least = [], 0.0
         for n in range(1, rows + 1):
@@ -164,11 +181,9 @@ class MeasuredCosts:
         return costs
 
     def _line(self) -> tuple[float, float]:
-        """Weighted least squares through the means, with one pass's worth of the assumed slope."""
-        means = [(n, mean.weight, mean.total) for n, mean in enumerate(self._pass)]
-        known = [(n, weight, total / weight) for n, weight, total in means if weight > 0]
-        if not known:
-            return 1.0, self.ROW
+        """Weighted least squares through the means and the unit, with the assumed slope as one."""
+        known = [(0, 1.0, 1.0)]
+        known += [(n, m.weight, m.total / m.weight) for n, m in enumerate(self._pass) if m.weight]
         total = sum(w for _, w, _ in known)
         x = sum(n * w for n, w, _ in known) / total
         y = sum(w * t for _, w, t in known) / total

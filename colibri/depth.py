@@ -112,8 +112,10 @@ class Guard:
 
     def record(self, proposed: int, judged: int, accepted: int, laps: Sequence[Lap]) -> None:
         """Count, and start or shorten the pause."""
+        if self.pause:
+            self.pause = max(0, self.pause - accepted - 1)
+            return
         self.policy.record(proposed, judged, accepted, laps)
-        self.pause = max(0, self.pause - accepted - 1)
         self.proposed += proposed
         self.accepted += accepted
         if self.proposed >= self.PROPOSED and self.accepted * self.TENTH < self.proposed:
@@ -176,12 +178,13 @@ class Controller:
     made and verified now and then, ever more rarely, because texts and machines change.
     """
 
-    REFRESH, REST = 4, 32  # steps between recomputations of the thresholds; while waiting
+    REFRESH = 8  # steps between recomputations of the thresholds
     PROBE_FIRST, PROBE_LAST = 16, 128  # plain tokens before drafting is tried again, doubling
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
     LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
-    NEARLY = 1.3  # drafts that would pay at so many times the price are tried again soon
+    LOOK = 8  # plain tokens before a try that are timed, to compare it with
+    NEARLY, HOPELESS = 1.3, 3.0  # price of drafts, in what they give: try again soon; or last
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
         self.cap = cap
@@ -196,9 +199,9 @@ class Controller:
         self._seen: list[int] = []  # bands of the drafts of this step
         self._survival = 1.0
         self._reach = 1  # twice the deepest step so far: depth is earned
-        self._steps = self._idle = 0
+        self._steps = 0
         self._drafted, self._check = 0, self.CHECK_FIRST
-        self._probe = self.PROBE_FIRST
+        self._wait, self._probe = 0, self.PROBE_FIRST  # tokens until drafting is tried again
         self._probing = False
         self.costs.begin()
         self._refresh()
@@ -219,12 +222,14 @@ class Controller:
 
     def plan(self, limit: int) -> int:
         """As deep as was earned when a first draft pays, one to try again, else none."""
+        if self._wait > 0:
+            return 0
         self._seen.clear()
         self._survival = 1.0
-        self._probing = not self._pays and self._idle >= self._probe
+        self._probing = not self._pays
         if self._probing:
             return min(1, limit)
-        if not self._pays or self.costs.wants_plain(self._drafted >= self._check):
+        if self.costs.wants_plain(self._drafted >= self._check):
             return 0
         return min(self.cap, limit, self._reach)
 
@@ -236,7 +241,8 @@ class Controller:
         weight = self.RELEARN if self._probing else max(self.LEARN, 1.0 / (4.0 + self._made[step]))
         self._mean[step] += weight * (chance - self._mean[step])
         self._survival *= chance
-        if self._survival < self._worth[step] and not self._probing:
+        least = self._worth[step] / (self.HOPELESS if self._probing else 1.0)
+        if self._survival < least:
             return False
         self._seen.append(band)
         return True
@@ -247,9 +253,14 @@ class Controller:
 
     def record(self, proposed: int, judged: int, accepted: int, laps: Sequence[Lap]) -> None:
         """Learn from the step; once in a while, recompute the thresholds."""
+        if self._wait > 0:
+            self._wait -= accepted + 1
+            if self._wait < self.LOOK:
+                self.costs.record(laps)
+            return
+        self.costs.record(laps)
         for step in range(min(judged, len(self._seen))):
             self.acceptance.judged(step, self._seen[step], step < accepted)
-        self.costs.record(laps)
         self._reach = max(self._reach, 2 * proposed)
         if proposed:
             self._drafted += 1
@@ -257,20 +268,22 @@ class Controller:
             if self._drafted >= self._check:
                 self._check = min(2 * self._check, self.CHECK_LAST)
             self._drafted = 0
-        self._idle += accepted + 1
         self._steps += 1
-        if self._due():
+        if self._probing or self._steps % self.REFRESH == 0 or self._steps < 2 * self.cap:
             self._refresh()
-        if self._probing:
-            self._idle = 0
-            soon = self._make[0] <= self.NEARLY
-            self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
-        elif self._pays:
-            self._idle, self._probe = 0, self.PROBE_FIRST
+            self._rest()
 
-    def _due(self) -> bool:
-        every = self.REFRESH if self._pays else self.REST
-        return self._probing or self._steps % every == 0 or self._steps < 2 * self.cap
+    def _rest(self) -> None:
+        """While drafts do not pay: how long until one is tried again."""
+        price = self._make[0]
+        if self._pays:
+            self._probe = self.PROBE_FIRST
+            return
+        if self._probing:
+            soon, last = price <= self.NEARLY, price >= self.HOPELESS
+            self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
+            self._probe = self.PROBE_LAST if last else self._probe
+        self._wait = self._probe
 
     def _refresh(self) -> None:
         """Thresholds on the survival chance: `_make[i]` to make draft i, `_worth[i]` to keep it."""

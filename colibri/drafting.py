@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from colibri.costs import STEP_ROWS
 from colibri.depth import DepthPolicy
 from colibri.ledger import ABSORB, DRAFT, Ledger
 from colibri.sampling import Distribution
@@ -106,8 +107,10 @@ class MtpDrafter:
         if not self._ready:
             return drafts
         position = self.session.length + 1
+        if len(self._following) > STEP_ROWS:
+            self._catch_up(1, ledger)
         ledger.enter(ABSORB, len(self._following))
-        logits = self._absorb(self._state)
+        logits = self._absorb(len(self._following), self._state)
         for step in range(limit):
             if step:
                 ledger.enter(DRAFT, 1)
@@ -122,14 +125,20 @@ class MtpDrafter:
 
     def finish(self, ledger: Ledger) -> None:
         """The cache catches up, so that the next turn need not run old tokens again."""
-        if self._following:
-            ledger.enter(ABSORB, len(self._following))
-            self._absorb(None)
+        self._catch_up(0, ledger)
 
-    def _absorb(self, state: Rows | None) -> Rows | None:
-        rows = len(self._following)
-        logits = self.session.mtp_absorb(self._hidden[:rows], self._following, state)
-        self._following.clear()
+    def _catch_up(self, left: int, ledger: Ledger) -> None:
+        """All rows but the last `left` leave the backlog, keys only."""
+        rows = len(self._following) - left
+        if rows > 0:
+            ledger.enter(ABSORB, rows)
+            self._absorb(rows, None)
+
+    def _absorb(self, rows: int, state: Rows | None) -> Rows | None:
+        left = len(self._following) - rows
+        logits = self.session.mtp_absorb(self._hidden[:rows], self._following[:rows], state)
+        self._hidden[:left] = self._hidden[rows : rows + left]
+        del self._following[:rows]
         return logits
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 DRAFT, VERIFY, ABSORB, PLAIN = "draft", "verify", "absorb", "plain"
 PICK, TEXT = "pick", "text"
 SEGMENTS = (DRAFT, VERIFY, ABSORB, PLAIN, PICK, TEXT)
+_LAPPED = frozenset(SEGMENTS[:4])  # segments whose seconds decide how deep to draft
 
 Lap = tuple[str, int, float]  # segment, rows, seconds
 
@@ -97,12 +98,12 @@ class Ledger:
 
     def enter(self, name: str, rows: int = 0) -> None:
         """Close the open segment and open another; rows > 0: it is one forward of so many rows."""
-        now = self._clock()
+        now, closed = self._clock(), self._open
         spent = now - self._since
-        self._open.seconds += spent
-        self._laps.append((self._open.name, self._rows, spent))
-        self._since = now
-        self._rows = rows
+        closed.seconds += spent
+        if closed.name in _LAPPED:
+            self._laps.append((closed.name, self._rows, spent))
+        self._since, self._rows = now, rows
         self._open = segment = self.segments[name]
         if rows:
             segment.forwards += 1
@@ -125,7 +126,7 @@ class Ledger:
             self.accepted[i] += i < accepted
 
     def laps(self) -> list[Lap]:
-        """Segments closed since the last call, in order."""
+        """The parts of steps closed since the last call, in order; not pick and text."""
         laps, self._laps = self._laps, []
         return laps
 

@@ -11,6 +11,7 @@ from colibri.model import Model, check
 
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
+_COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
 
 
 class Session:
@@ -31,10 +32,18 @@ class Session:
         check(code, self._error)
         self.handle = ffi.gc(out[0], lib.clb_session_free)
         self._rows = 0
-        self._logits = np.empty((1, model.config.vocab_size), np.float32)
+        self._make_room(1)
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
+        self._draft_out = _floats(self._draft_logits)
         hidden = (self.max_rows, model.config.hidden_size)
         self._hidden = _view(lib.clb_session_hidden(self.handle), hidden)
+        counters = lib.clb_session_counters(self.handle)
+        self._counters = _view(counters, (len(_COUNTERS),), np.int64)
+
+    def _make_room(self, rows: int) -> None:
+        """Logits of a step: as many rows as one has ever asked for."""
+        self._logits = np.empty((rows, self.model.config.vocab_size), np.float32)
+        self._out = _floats(self._logits)
 
     # ---- main model ---------------------------------------------------------------------------
 
@@ -54,15 +63,15 @@ class Session:
         Returns logits f32 [len(ids) | 1 | 0, vocab] for want all | last | none: a view that the
         next step overwrites. Raises ContextFull, Cancelled or CoreError with nothing committed.
         """
-        rows = {"none": 0, "last": 1, "all": len(ids)}[want]
+        n = len(ids)
+        rows = n if want == "all" else int(want == "last")
         if rows > len(self._logits):
-            self._logits = np.empty((rows, self.model.config.vocab_size), np.float32)
-        logits = ffi.from_buffer("float[]", self._logits)
-        code = lib.clb_step_all(self.handle, ids, len(ids), _WANT[want], logits, self._error)
+            self._make_room(rows)
+        code = lib.clb_step_all(self.handle, ids, n, _WANT[want], self._out, self._error)
         if code:
             check(code, self._error)
-        self.tokens.extend(ids)
-        self._rows = len(ids)
+        self.tokens += ids
+        self._rows = n
         return self._logits[:rows]
 
     @property
@@ -87,7 +96,9 @@ class Session:
 
     def rewind(self, length: int) -> None:
         """Forget all rows from `length` on."""
-        check(lib.clb_session_rewind(self.handle, length, self._error), self._error)
+        code = lib.clb_session_rewind(self.handle, length, self._error)
+        if code:
+            check(code, self._error)
         del self.tokens[length:]
 
     def restore(self, tokens: Sequence[int], mtp_length: int) -> None:
@@ -167,7 +178,7 @@ class Session:
         want = draft is not None
         code = lib.clb_mtp_absorb(
             self.handle, _floats(hidden), following, len(following),
-            _floats(self._draft_logits) if want else ffi.NULL,
+            self._draft_out if want else ffi.NULL,
             _floats(draft) if want else ffi.NULL, self._error,
         )  # fmt: skip
         if code:
@@ -177,7 +188,7 @@ class Session:
     def mtp_draft(self, token: int, step: int, draft: np.ndarray) -> np.ndarray:
         """Draft step `step` >= 1 after an absorb: logits [vocab]; `draft` is read and replaced."""
         code = lib.clb_mtp_draft(
-            self.handle, token, step, _floats(draft), _floats(self._draft_logits), self._error
+            self.handle, token, step, _floats(draft), self._draft_out, self._error
         )
         if code:
             check(code, self._error)
@@ -195,9 +206,7 @@ class Session:
 
     def counters(self) -> dict[str, int]:
         """What the core has counted since the session began (csrc/colibri.h clb_counters)."""
-        counters = lib.clb_session_counters(self.handle)
-        fields = ffi.typeof("clb_counters").fields
-        return {name: int(getattr(counters, name)) for name, _ in fields}
+        return dict(zip(_COUNTERS, self._counters.tolist(), strict=True))
 
     def cache(self, layer: int, kind: str) -> np.ndarray | None:
         """The "kv" or "index" cache of a layer: f32 view [context, width], or None."""

@@ -128,18 +128,19 @@ class _Turn:
 
     def step(self, drafts: Drafts) -> list[int]:
         """Run [pending, drafts...]; returns the drafts that stand and the token after them."""
+        session, ids = self.session, [self.pending, *drafts.ids]
         self._source = VERIFY if drafts.ids else PLAIN
-        self._hidden = self.session.hidden
-        base = self.session.length + 1
-        self.ledger.enter(self._source, 1 + len(drafts.ids))
-        logits = self.session.step_all([self.pending, *drafts.ids])
+        self._hidden = session.hidden
+        base = session.length + 1
+        self.ledger.enter(self._source, len(ids))
+        logits = session.step_all(ids)
         self.ledger.enter(PICK)
         accepted = 0
         try:
             accepted, token = self._judge(logits, drafts, base)
         finally:
             if accepted < len(drafts.ids):
-                self.session.rewind(base + accepted)
+                session.rewind(base + accepted)
         self._record(drafts, accepted, token)
         return [*drafts.ids[:accepted], token]
 
@@ -157,9 +158,10 @@ class _Turn:
 
     def _record(self, drafts: Drafts, accepted: int, token: int) -> None:
         """Acceptance is counted over committed tokens only: a stop cuts off what follows it."""
-        proposed = accepted if token in self.stops else len(drafts.ids)
-        judged = min(accepted + 1, proposed)
-        if proposed:
+        proposed = judged = 0
+        if drafts.ids:
+            proposed = accepted if token in self.stops else len(drafts.ids)
+            judged = min(accepted + 1, proposed)
             self.ledger.judged(proposed, judged, accepted)
         laps = self.ledger.laps()
         if self.depth:

@@ -14,13 +14,18 @@ ROOM = 15  # drafts a step at most
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of the parts of a step; noise is the log deviation of each measurement."""
+    """Seconds of the parts of a step; noise is the log deviation of each measurement.
+
+    A shared machine has spells, some `spell` seconds each, in which all takes `slow` times as long.
+    """
 
     row: float  # of each row after the first, in single-row passes
     absorb: float
     draft: float
     noise: float = 0.05
     bend: float = 0.0  # further rows cost more (or less) by this much each
+    slow: float = 1.0
+    spell: float = 40.0
 
     def seconds(self, rows: int) -> float:
         """A pass of so many rows."""
@@ -39,14 +44,21 @@ class Text:
 
 
 def run(policy: DepthPolicy | None, machine: Machine, text: Text, tokens: int, seed: int) -> float:
-    """Tokens per second over a turn of so many tokens."""
+    """Tokens per second over a turn of so many tokens, the spells taken out."""
     rng = np.random.default_rng(seed)
-    clock, made = 0.0, 0
+    weather = np.random.default_rng(seed)  # the same for every policy
+    clock, work, made = 0.0, 0.0, 0
+    spell, changes = 1.0, float(weather.exponential(machine.spell))
 
     def spend(seconds: float) -> float:
-        nonlocal clock
+        nonlocal clock, work, spell, changes
         seconds *= float(np.exp(rng.normal(0.0, machine.noise)))
+        work += seconds
+        seconds *= spell
         clock += seconds
+        while clock > changes:
+            spell = machine.slow if spell == 1.0 else 1.0
+            changes += float(weather.exponential(machine.spell))
         return seconds
 
     if policy:
@@ -72,4 +84,4 @@ def run(policy: DepthPolicy | None, machine: Machine, text: Text, tokens: int, s
         made += accepted + 1
         if policy:
             policy.record(kept, min(accepted + 1, kept), accepted, laps)
-    return made / clock
+    return made / work

@@ -145,6 +145,8 @@ MACHINES = {
     "streaming": Machine(0.95, 0.15, 0.12, noise=0.2),
     "between": Machine(0.6, 0.2, 0.15, noise=0.1),
     "bend": Machine(0.2, 0.1, 0.1, bend=0.1),
+    "shared": Machine(0.35, 0.25, 0.2, slow=1.7),
+    "shared, long spells": Machine(0.35, 0.25, 0.2, slow=1.7, spell=300.0),
 }
 TEXTS = {
     "story": Text(12, 1),
