@@ -31,14 +31,18 @@ _ELSEWHERE = {  # their modules, and the function where it is not `command`
     "convert": "convert_cli:convert", "repack": "convert_cli:repack",
     "verify": "convert_cli:verify", "score": "convert_cli:score",
 }  # fmt: skip
+_ORDER = (  # of the help: what one needs first stands first
+    "run", "chat", "serve", "plan", "doctor", "convert", "verify", "info", "repack", "score",
+    "bench",
+)  # fmt: skip
 
 
 class Group(click.Group):
     """The command itself. A closed stdout ends it before click makes an error of that."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Those of this file, then those of their own."""
-        return [*(name for name in self.commands if name not in _ELSEWHERE), *_ELSEWHERE]
+        """In the order of the help, wherever they are made."""
+        return list(_ORDER)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command; one of its own file is imported when it is asked for."""
@@ -110,12 +114,22 @@ def knob_options(*groups: str, without: Sequence[str] = ()) -> Callable[[Any], A
     return add
 
 
+def typed(text: str, flag: str) -> str:
+    """The text of an argument: UTF-8 in any locale. UsageError when it is none."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode()
+    except UnicodeError:
+        raise UsageError(f"{flag} is not UTF-8 text") from None
+
+
 def settings_of(values: dict[str, Any], model: str | None = None) -> Settings:
     """Settings from click's values: switches become words again, the rest is text already."""
     flags = {name: values.get(name) for name in knobs.BY_NAME}
     for name, value in flags.items():
         if isinstance(value, bool):
             flags[name] = "on" if value else "off"
+    if flags["system"] is not None:
+        flags["system"] = typed(flags["system"], "--system")
     flags["model"] = model
     for sentence in knobs.unknown_variables():
         click.echo(f"colibri: warning: {sentence}", err=True)
@@ -157,6 +171,7 @@ def run(
     Ctrl-C ends the answer where it is; a second Ctrl-C quits.
     """
     settings = settings_of(values, model)
+    prompt = None if prompt is None else typed(prompt, "--prompt")
     from colibri.run import run_prompt
 
     return run_prompt(settings, prompt, prompt_file, as_json)
@@ -177,7 +192,7 @@ def info(model: str | None, as_json: bool) -> int:
     return show_info(settings, as_json)
 
 
-@cli.command(cls=Command)
+@cli.command(cls=Command, short_help="Answer over HTTP, as OpenAI's API does, and on a page.")
 @click.argument("model", required=False)
 @knob_options(knobs.SERVER, knobs.SAMPLING, knobs.MACHINE, knobs.SPECULATION)
 def serve(model: str | None, **values: Any) -> int:
@@ -214,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(error: click.ClickException) -> int:
     context = getattr(error, "ctx", None)
     hint = f" Try '{context.command_path} --help'." if context else ""
-    _say(f"error: {error.format_message()}{hint}")
+    text = " ".join(error.format_message().split())  # click sets choices on lines of their own
+    _say(f"error: {text}{'' if text.endswith(('.', '?')) else '.'}{hint}")
     return Exit.USAGE if isinstance(error, click.UsageError) else Exit.ERROR
 
 

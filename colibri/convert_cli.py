@@ -77,7 +77,10 @@ def convert(
     return _run(request, dry_run, threads, check)
 
 
-@click.command("repack", cls=Command)
+@click.command(
+    "repack", cls=Command,
+    short_help="Write a container in another layout, its numbers unchanged.",
+)  # fmt: skip
 @click.argument("source")
 @click.argument("target", type=_PATH)
 @click.option(
@@ -100,7 +103,7 @@ def repack(
     return _run(request, dry_run, threads, None)
 
 
-@click.command("verify", cls=Command)
+@click.command("verify", cls=Command, short_help="Say whether a model directory is whole.")
 @click.argument("directory", type=_PATH)
 @click.option("--deep", is_flag=True, help="Read every byte and compare the checksums.")
 @click.option("--threads", type=_THREADS, metavar="N", help="[default: physical cores]")

@@ -7,6 +7,7 @@ for piece in turn:
 print(turn.receipt)
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -40,9 +41,19 @@ def model_directory(settings: Settings) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UsageError(f"{path} is a file; give the directory that holds config.json")
-    hint = " If it is the prompt, write --prompt before it." if " " in settings.model else ""
-    raise UsageError(f"there is no model directory {settings.model!r}.{hint}")
+        gguf = " (GGUF is not read)" if path.suffix.lower() == ".gguf" else ""
+        raise UsageError(f"{path} is a file{gguf}; give the directory that holds config.json")
+    raise UsageError(f"there is no model directory {settings.model!r}.{_meant(settings.model)}")
+
+
+def _meant(name: str) -> str:
+    """What was perhaps meant by the name of a directory that is not there."""
+    if " " in name:
+        return " If it is a prompt: colibri run --prompt TEXT."
+    hub = re.fullmatch(r"(?:hf://)?(\w[\w.-]*/[\w.-]+(?:@\w+)?)", name)
+    if hub:
+        return f" If it is a name on a hub: colibri convert hf://{hub[1]} DIR brings it here."
+    return ""
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import colibri
+from colibri import cli
 from colibri import run as run_module
 from colibri.errors import ColibriError
 from colibri.session import Session
@@ -19,6 +21,7 @@ from colibri.session import Session
 def stray(tmp_path):
     """Paths that are no model."""
     (tmp_path / "file").write_text("x")
+    (tmp_path / "model.gguf").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     return tmp_path
@@ -32,8 +35,10 @@ def stray(tmp_path):
         ("run -p Hi --seed", 2, "--seed"),
         ("rum -p Hi", 2, "Did you mean 'run'?"),
         ("run a b", 2, "unexpected extra argument"),
+        ("repack a b", 2, "Missing option '--to'. Choose from: colibri, public. Try 'colibri re"),
         ("run -p Hi --stats=many", 2, "--stats is 'many'; expected line, table or full"),
         ("run -p Hi nowhere", 2, "there is no model directory 'nowhere'"),
+        ("run {stray}/model.gguf -p Hi", 2, "is a file (GGUF is not read); give the directory"),
         ("run {stray}/file -p Hi", 2, "is a file; give the directory that holds config.json"),
         ("run {stray}/empty -p Hi", 1, "config.json: not found"),
         ("run -p Hi --ctx 5000", 2, "--ctx is 5000, and this model handles 1024 tokens"),
@@ -65,9 +70,39 @@ def test_empty_prompts(command, text, source):
 
 
 def test_a_prompt_in_place_of_the_model(command):
-    """People write the prompt first; the message says where it goes."""
-    result = command("run", "Tell me a story")
-    assert result.status == 2 and "If it is the prompt, write --prompt before it" in result.err
+    """People write the prompt first; the message says where it goes, for any command."""
+    for name in ("run", "chat", "plan"):
+        result = command(name, "Tell me a story")
+        assert result.status == 2 and "If it is a prompt: colibri run --prompt TEXT." in result.err
+
+
+@pytest.mark.parametrize("prefix", ["hf://", ""])
+def test_a_hubs_name_in_place_of_the_model(command, prefix):
+    """What is on a hub has to be converted first; the message has the command."""
+    result = command("run", f"{prefix}owner/GLM-5.2", "-p", "Hi")
+    assert result.status == 2 and "colibri convert hf://owner/GLM-5.2 DIR" in result.err
+
+
+def bytes_of(*arguments: str | bytes, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """`colibri run ARGUMENTS` in a process of its own, where arguments are bytes."""
+    program = [sys.executable, "-m", "colibri", "run", "--quiet", "--temp", "0", *arguments]
+    return subprocess.run(program, capture_output=True, env=os.environ | env, timeout=120)
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--system"])
+def test_arguments_that_are_no_text(flag):
+    """A prompt or system message that is not UTF-8 is refused, as a file of it is."""
+    result = bytes_of("-p", "Hi", flag, b"caf\xe9")
+    message = f"colibri: error: {flag} is not UTF-8 text\n".encode()
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_arguments_in_an_ascii_locale():
+    """A prompt is UTF-8 whatever the locale says."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    here = bytes_of("-n", "8", "-p", "Zoë \U0001f426", PYTHONUTF8="1")
+    there = bytes_of("-n", "8", "-p", "Zoë \U0001f426".encode(), **ascii_only)
+    assert here.returncode == there.returncode == 0 and here.stdout == there.stdout
 
 
 def test_long_prompt(command):
@@ -174,9 +209,13 @@ def test_bare_command(command):
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help(command, flag):
-    """Help goes to stdout and lists every command."""
-    result = command(flag)
-    assert result.status == 0 and {"run", "info"} <= set(result.out.split())
+    """Help goes to stdout and lists every command, with a sentence that fits its line."""
+    result = command(flag, env={"COLUMNS": "80"})
+    lines = result.out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    listed = [line.split()[0] for line in lines]
+    assert result.status == 0 and listed[0] == "run" and len(set(listed)) == len(listed)
+    assert set(listed) == {*cli.cli.commands, *cli._ELSEWHERE}
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
 
 
 def test_info(command, demo_path):
