@@ -80,10 +80,12 @@ static int32_t report(const clb_encoding *e, int64_t first, int64_t last, clb_ro
             uint8_t code = s->data[r * s->row_bytes + c];
             if ((code & 0x7f) == 0x7f)
                 return clb_fail(error, CLB_INVALID, "FP8 code 0x%02X at [%lld, %lld] is NaN; the "
-                                "source is damaged", code, (long long)r, (long long)c);
+                                "source is damaged", code, (long long)(s->first_row + r),
+                                (long long)c);
         }
     return clb_fail(error, CLB_INVALID, "a weight in rows %lld to %lld is not finite; the source "
-                    "is damaged", (long long)first, (long long)last - 1);
+                    "is damaged", (long long)(s->first_row + first),
+                    (long long)(s->first_row + last) - 1);
 }
 
 static clb_encode_fn *find(const char *isa) {
@@ -102,7 +104,7 @@ int32_t clb_encode(const char *isa, const clb_source *source, const clb_tensor *
     if (code == CLB_OK) code = check_source(source, shape, error);
     if (code != CLB_OK) return code;
     prepare(&e, search);
-    float *scratch = malloc((size_t)clb_encode_scratch(&e) * sizeof *scratch);
+    float *scratch = calloc((size_t)clb_encode_scratch(&e), sizeof *scratch);
     if (!scratch) return clb_fail(error, CLB_NO_MEMORY, "no memory to encode a matrix");
     for (int64_t first = 0; first < source->rows && code == CLB_OK; first += e.batch) {
         int64_t last = source->rows - first < e.batch ? source->rows : first + e.batch;

@@ -7,11 +7,13 @@
 #include <string.h>
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,f16c")
 #endif
+
+enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }; /* whatever the thread's mode */
 
 typedef struct { __m256 low, high; } lanes; /* lanes 0..7, 8..15 */
 
@@ -51,45 +53,89 @@ static inline lanes lanes_choose(lanes a, lanes b, lanes x, lanes y) { /* a > b 
         _mm256_blendv_ps(y.high, x.high, _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))};
 }
 
-/* As lanes_f8 of encode_lanes.h. */
-static inline __m256 f8_floats(__m256i codes) {
-    __m256i bits = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(0x7f)), 20);
-    __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(0x80)), 24);
-    __m256i normal = _mm256_add_epi32(bits, _mm256_set1_epi32(120 << 23));
-    __m256 above = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(121 << 23)));
-    __m256 small = _mm256_sub_ps(above, _mm256_set1_ps(0x1p-6f));
-    __m256 is_small = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(1 << 23), bits));
-    __m256 value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, is_small);
-    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+static inline __m256i magnitudes(const float *p) {
+    __m256i bits = _mm256_loadu_si256((const __m256i *)p);
+    return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
 }
 
+static inline uint32_t lanes_magnitude(const float *x, int64_t n) {
+    __m256i a = _mm256_setzero_si256(), b = a;
+    int64_t i = 0;
+    for (; i + CLB_LANES <= n; i += CLB_LANES) {
+        a = _mm256_max_epi32(a, magnitudes(x + i));
+        b = _mm256_max_epi32(b, magnitudes(x + i + 8));
+    }
+    if (i < n) {
+        float last[CLB_LANES] = {0};
+        memcpy(last, x + i, (size_t)(n - i) * sizeof *x);
+        a = _mm256_max_epi32(_mm256_max_epi32(a, magnitudes(last)), magnitudes(last + 8));
+    }
+    a = _mm256_max_epi32(a, b);
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    return (uint32_t)_mm_cvtsi128_si32(most);
+}
+
+/* As lanes_halves of encode_lanes.h. */
+static inline __m256 halves(__m256 a) {
+    __m256 sign = _mm256_and_ps(a, _mm256_set1_ps(-0.0f));
+    __m256 magnitude = _mm256_xor_ps(a, sign), least = _mm256_set1_ps(0x1p-14f);
+    __m256 normal = _mm256_cvtph_ps(_mm256_cvtps_ph(magnitude, NEAREST));
+    __m256 units = _mm256_ceil_ps(_mm256_mul_ps(magnitude, _mm256_set1_ps(0x1p24f)));
+    __m256 small = _mm256_mul_ps(_mm256_max_ps(units, _mm256_set1_ps(1)), _mm256_set1_ps(0x1p-24f));
+    __m256 is_small = _mm256_cmp_ps(magnitude, least, _CMP_LT_OQ);
+    return _mm256_or_ps(_mm256_blendv_ps(normal, small, is_small), sign);
+}
+
+static inline lanes lanes_halves(lanes a) {
+    return (lanes){halves(a.low), halves(a.high)};
+}
+
+static inline void lanes_store_halves(uint16_t *p, lanes a) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.low, NEAREST));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.high, NEAREST));
+}
+
+static inline __m256 singles(__m256 a) {
+    __m256 sign = _mm256_and_ps(a, _mm256_set1_ps(-0.0f));
+    return _mm256_or_ps(_mm256_max_ps(_mm256_xor_ps(a, sign), _mm256_set1_ps(1e-8f)), sign);
+}
+
+static inline lanes lanes_singles(lanes a) {
+    return (lanes){singles(a.low), singles(a.high)};
+}
+
+/* As lanes_f8 of encode_lanes.h: an f16 has the same mantissa and an exponent larger by 8. */
 static inline lanes lanes_f8(const uint8_t *p) {
-    __m128i codes = _mm_loadu_si128((const __m128i *)p);
-    return (lanes){f8_floats(_mm256_cvtepu8_epi32(codes)),
-                   f8_floats(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8)))};
+    __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i halves = _mm256_slli_epi16(codes, 7); /* the sign twice, and the rest */
+    halves = _mm256_and_si256(halves, _mm256_set1_epi16((int16_t)0xbf80));
+    __m256 by = _mm256_set1_ps(0x1p8f);
+    return (lanes){_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), by),
+                   _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), by)};
 }
 
 static inline lanes lanes_div(lanes a, lanes b) {
     return (lanes){_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
 }
 
-static inline lanes lanes_clip(lanes a, lanes low, lanes high) {
-    return (lanes){_mm256_min_ps(_mm256_max_ps(a.low, low.low), high.low),
-                   _mm256_min_ps(_mm256_max_ps(a.high, low.high), high.high)};
+/* As lanes_shorts of encode_lanes.h, but in another order. */
+static inline void lanes_shorts(lanes a, int16_t *out) {
+    __m256 minus = _mm256_set1_ps(-0.0f), half = _mm256_set1_ps(0.5f);
+    __m256 low = _mm256_add_ps(a.low, _mm256_or_ps(_mm256_and_ps(a.low, minus), half));
+    __m256 high = _mm256_add_ps(a.high, _mm256_or_ps(_mm256_and_ps(a.high, minus), half));
+    __m256i both = _mm256_packs_epi32(_mm256_cvttps_epi32(low), _mm256_cvttps_epi32(high));
+    _mm256_storeu_si256((__m256i *)out, both);
 }
 
-static inline __m256i whole_words(__m256 a) { /* half to even, whatever the thread's mode */
-    enum { MODE = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
-    return _mm256_cvttps_epi32(_mm256_round_ps(a, MODE));
-}
-
-/* Whole numbers, half to even; magnitudes up to 128. */
-static inline void lanes_bytes(lanes a, int8_t *out) {
-    __m256i words = _mm256_packs_epi32(whole_words(a.low), whole_words(a.high));
-    words = _mm256_permute4x64_epi64(words, 0xd8); /* packing works within halves */
-    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words),
-                                    _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128((__m128i *)out, bytes);
+/* Thirty-two codes from -8 to 7 become sixteen bytes. */
+static inline void nibbles(const int8_t *codes, uint8_t *out) {
+    __m256i a = _mm256_loadu_si256((const __m256i *)codes);
+    a = _mm256_add_epi8(a, _mm256_set1_epi8(8));
+    a = _mm256_maddubs_epi16(a, _mm256_set1_epi16(0x1001)); /* the first and sixteen the second */
+    a = _mm256_permute4x64_epi64(_mm256_packus_epi16(a, a), 0xd8);
+    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(a));
 }
 
 /* ---- sixteen pairs of 16-bit integers -------------------------------------------------------- */
@@ -124,19 +170,25 @@ static inline pairs pairs_fill(int32_t value) {
     return (pairs){a, a};
 }
 
-static inline pairs pairs_spread(const int16_t *p) { /* p[l] to both numbers of pair l */
-    int16_t both[2 * CLB_LANES];
-    for (int i = 0; i < 2 * CLB_LANES; i++)
-        both[i] = p[i / 2];
-    return pairs_load(both);
+/* a, rounded half away from zero and at most 32767 either way, in both numbers of a pair. */
+static inline __m256i spread(__m256 a) {
+    __m256 most = _mm256_set1_ps(32767), minus = _mm256_set1_ps(-0.0f);
+    a = _mm256_max_ps(_mm256_min_ps(a, most), _mm256_xor_ps(most, minus));
+    a = _mm256_add_ps(a, _mm256_or_ps(_mm256_and_ps(a, minus), _mm256_set1_ps(0.5f)));
+    __m256i whole = _mm256_cvttps_epi32(a);
+    return _mm256_blend_epi16(whole, _mm256_slli_epi32(whole, 16), 0xaa);
 }
 
-/* x m / 2^25, rounded: half of a product's bits, then the last nine of those. */
+static inline pairs pairs_spread(lanes a) {
+    return (pairs){spread(a.low), spread(a.high)};
+}
+
+/* x m / 2^25, rounded: half of a product's bits, then the last nine of those, as the rounding
+   product with 2^6 drops them. */
 static inline pairs pairs_scaled(pairs x, pairs m) {
-    __m256i half = _mm256_set1_epi16(256);
-    __m256i low = _mm256_add_epi16(_mm256_mulhi_epi16(x.low, m.low), half);
-    __m256i high = _mm256_add_epi16(_mm256_mulhi_epi16(x.high, m.high), half);
-    return (pairs){_mm256_srai_epi16(low, 9), _mm256_srai_epi16(high, 9)};
+    __m256i by = _mm256_set1_epi16(64);
+    return (pairs){_mm256_mulhrs_epi16(_mm256_mulhi_epi16(x.low, m.low), by),
+                   _mm256_mulhrs_epi16(_mm256_mulhi_epi16(x.high, m.high), by)};
 }
 
 static inline pairs pairs_clip(pairs a, pairs low, pairs high) {
@@ -171,6 +223,41 @@ static inline pairs pairs_sign(const int16_t *x, int64_t n) {
 
 static inline pairs pairs_signed(pairs a, pairs sign) {
     return (pairs){_mm256_sign_epi16(a.low, sign.low), _mm256_sign_epi16(a.high, sign.high)};
+}
+
+/* Thirty-two numbers below 256 as codes. */
+static inline void store_codes(__m256 a, __m256 b, __m256 c, __m256 d, pairs low, pairs high,
+                               int8_t *out) {
+    __m256i ab = _mm256_packs_epi32(_mm256_cvttps_epi32(a), _mm256_cvttps_epi32(b));
+    __m256i cd = _mm256_packs_epi32(_mm256_cvttps_epi32(c), _mm256_cvttps_epi32(d));
+    pairs both = pairs_clip((pairs){ab, cd}, low, high);
+    __m256i bytes = _mm256_packs_epi16(both.low, both.high); /* packing works within halves */
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)out, bytes);
+}
+
+/* x / by or, when `product`, x inverse: whether a quotient may round elsewhere. */
+static inline bool thirty_two(const float *x, __m256 by, bool product, pairs low, pairs high,
+                              int8_t *out) {
+    __m256 whole[4], apart = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f);
+    for (int k = 0; k < 4; k++) {
+        __m256 v = _mm256_loadu_ps(x + 8 * k);
+        __m256 q = product ? _mm256_mul_ps(v, by) : _mm256_div_ps(v, by);
+        whole[k] = _mm256_round_ps(q, NEAREST);
+        apart = _mm256_max_ps(apart, _mm256_andnot_ps(sign, _mm256_sub_ps(q, whole[k])));
+    }
+    store_codes(whole[0], whole[1], whole[2], whole[3], low, high, out);
+    __m256 near = _mm256_cmp_ps(apart, _mm256_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
+    return _mm256_movemask_ps(near);
+}
+
+/* x inverse errs by less than 2^-14 where x / by is below 256: only near a half does it matter. */
+static inline void group_codes(const float *x, int64_t n, float scale, pairs low, pairs high,
+                               int8_t *out) {
+    __m256 by = _mm256_set1_ps(scale), inverse = _mm256_set1_ps(1 / scale);
+    for (int64_t i = 0; i < n; i += 2 * CLB_LANES)
+        if (thirty_two(x + i, inverse, true, low, high, out + i))
+            thirty_two(x + i, by, false, low, high, out + i);
 }
 
 /* Eight rows of eight pairs, `stride` numbers apart, become columns of rows of sixteen. */
@@ -218,7 +305,7 @@ static inline void pairs_turn(const int16_t *x, int64_t n, int16_t *turned) {
 
 clb_encode_fn *clb_encode_avx2(void) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") ? encode_rows : NULL;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? encode_rows : NULL;
 }
 
 #else

@@ -1,7 +1,7 @@
 /* Sixteen lanes for the encoder as plain arrays; encode_avx2.c has its own. */
 #ifndef CLB_ENCODE_LANES_H
 #define CLB_ENCODE_LANES_H
-#include "decode.h"
+#include "encode.h"
 
 typedef struct { float v[CLB_LANES]; } lanes;
 
@@ -55,18 +55,52 @@ static inline lanes lanes_f8(const uint8_t *p) {
     return a;
 }
 
-static inline lanes lanes_clip(lanes a, lanes low, lanes high) {
+/* Rounded half away from zero, in any order; magnitudes up to 32767. */
+static inline void lanes_shorts(lanes a, int16_t *out) {
+    for (int l = 0; l < CLB_LANES; l++)
+        out[l] = (int16_t)(int32_t)(a.v[l] + __builtin_copysignf(0.5f, a.v[l]));
+}
+
+/* Thirty-two codes from -8 to 7 become sixteen bytes. */
+static inline void nibbles(const int8_t *codes, uint8_t *out) {
+    for (int k = 0; k < CLB_LANES; k++)
+        out[k] = (uint8_t)((codes[2 * k] + 8) | (codes[2 * k + 1] + 8) << 4);
+}
+
+/* Largest magnitude of n floats as bits: as integers they are ordered like the floats, infinities
+   and NaNs last. */
+static inline uint32_t lanes_magnitude(const float *x, int64_t n) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = clb_float_bits(x[i]) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+/* ---- scales ---------------------------------------------------------------------------------- */
+
+/* To f16 and back: half to even, but away from zero below 2^-14, so that no code clips; at least
+   2^-24, infinite where f16 ends. The sign stays. */
+static inline lanes lanes_halves(lanes a) {
     for (int l = 0; l < CLB_LANES; l++) {
-        float x = a.v[l] > low.v[l] ? a.v[l] : low.v[l];
-        a.v[l] = x < high.v[l] ? x : high.v[l];
+        float half = clb_round_f16(__builtin_fabsf(a.v[l]));
+        a.v[l] = __builtin_copysignf(half < 0x1p-24f ? 0x1p-24f : half, a.v[l]);
     }
     return a;
 }
 
-/* Whole numbers, half to even; magnitudes up to 128. */
-static inline void lanes_bytes(lanes a, int8_t *out) {
+static inline void lanes_store_halves(uint16_t *p, lanes a) { /* exact ones */
     for (int l = 0; l < CLB_LANES; l++)
-        out[l] = (int8_t)((a.v[l] + 0x1.8p23f) - 0x1.8p23f);
+        p[l] = (uint16_t)(clb_f16_bits(__builtin_fabsf(a.v[l])) | (a.v[l] < 0) << 15);
+}
+
+static inline lanes lanes_singles(lanes a) { /* the sign stays */
+    for (int l = 0; l < CLB_LANES; l++) {
+        float magnitude = __builtin_fabsf(a.v[l]);
+        a.v[l] = __builtin_copysignf(magnitude < 1e-8f ? 1e-8f : magnitude, a.v[l]);
+    }
+    return a;
 }
 
 /* ---- sixteen pairs of 16-bit integers -------------------------------------------------------- */
@@ -108,11 +142,15 @@ static inline pairs pairs_fill(int32_t value) {
     return a;
 }
 
-static inline pairs pairs_spread(const int16_t *p) { /* p[l] to both numbers of pair l */
-    pairs a;
-    for (int i = 0; i < 2 * CLB_LANES; i++)
-        a.v[i] = p[i / 2];
-    return a;
+/* a, at most 32767 either way and rounded half away from zero, in both numbers of a pair. */
+static inline pairs pairs_spread(lanes a) {
+    pairs out;
+    for (int i = 0; i < 2 * CLB_LANES; i++) {
+        float m = a.v[i / 2];
+        m = m > 32767 ? 32767 : m < -32767 ? -32767 : m;
+        out.v[i] = (int16_t)(m + __builtin_copysignf(0.5f, m));
+    }
+    return out;
 }
 
 /* x m / 2^25, rounded: half of a product's bits, then the last nine of those. */
@@ -157,6 +195,17 @@ static inline pairs pairs_signed(pairs a, pairs sign) {
     for (int i = 0; i < 2 * CLB_LANES; i++)
         a.v[i] = (int16_t)(a.v[i] * sign.v[i]);
     return a;
+}
+
+/* n codes x / scale, rounded half to even; other versions may write 31 more. */
+static inline void group_codes(const float *x, int64_t n, float scale, pairs low, pairs high,
+                               int8_t *out) {
+    for (int64_t i = 0; i < n; i++) {
+        float q = x[i] / scale;
+        q = q > low.v[0] ? q : low.v[0];
+        q = q < high.v[0] ? q : high.v[0];
+        out[i] = (int8_t)((q + 0x1.8p23f) - 0x1.8p23f);
+    }
 }
 
 /* x [16][n] pairs to turned [n][16] pairs. */

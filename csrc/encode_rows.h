@@ -3,7 +3,6 @@
    element, never fused, and sums are sums of integers. */
 #ifndef CLB_ENCODE_ROWS_H
 #define CLB_ENCODE_ROWS_H
-#include "decode.h"
 #include "encode.h"
 
 #define LANES CLB_LANES
@@ -49,57 +48,24 @@ static void widen(const clb_encoding *e, int64_t row, float *out) {
         out[i] = 0;
 }
 
-/* Largest magnitude as bits: as integers they are ordered like the floats, infinities and NaNs
-   last. */
-static uint32_t magnitude_bits(const float *x, int64_t n) {
-    int32_t most = 0;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t bits = (int32_t)(clb_float_bits(x[i]) & 0x7fffffff);
-        most = bits > most ? bits : most;
-    }
-    return (uint32_t)most;
-}
-
 /* ---- scales ---------------------------------------------------------------------------------- */
 
-/* A magnitude rounded to f16: half to even, but away from zero below 2^-14, so that no code clips;
-   infinite where f16 ends. Without branches: loops over it become vectors. */
-static inline float round_f16(float magnitude) {
-    uint32_t bits = clb_float_bits(magnitude);
-    float normal = clb_bits_float((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
-    float units = (bits < 0x38800000 ? magnitude : 0) * 0x1p24f; /* exact */
-    int32_t whole = (int32_t)units;
-    float small = (float)(whole + ((float)whole < units)) * 0x1p-24f;
-    float rounded = bits < 0x38800000 ? small : normal;
-    return bits < 0x477ff000 ? rounded : clb_bits_float(0x7f800000);
+/* Sixteen scales as they are stored, as floats; they keep their sign and are never zero. */
+static inline lanes rounded_scales(int32_t format, lanes scale) {
+    return format == CLB_F16 ? lanes_halves(scale) : lanes_singles(scale);
 }
 
-/* Bits of a magnitude that f16 holds exactly. */
-static inline uint16_t f16_bits(float magnitude) {
-    uint32_t bits = clb_float_bits(magnitude);
-    uint32_t units = (uint32_t)(int32_t)((bits < 0x38800000 ? magnitude : 0) * 0x1p24f);
-    return (uint16_t)(bits < 0x38800000 ? units : (bits >> 13) - 0x1c000);
-}
-
-/* Scales as they are stored, as floats; they keep their sign and are never zero. */
-static void round_scales(int32_t format, const float *scale, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++) {
-        float magnitude = __builtin_fabsf(scale[i]);
-        float half = round_f16(magnitude);
-        half = half < 0x1p-24f ? 0x1p-24f : half;
-        float single = magnitude < 1e-8f ? 1e-8f : magnitude;
-        out[i] = __builtin_copysignf(format == CLB_F16 ? half : single, scale[i]);
-    }
-}
-
+/* n a multiple of sixteen but for what is stored. */
 static void store_scales(int32_t format, const float *scale, int64_t n, uint8_t *out) {
     if (format == CLB_F32) {
         memcpy(out, scale, (size_t)n * sizeof *scale);
         return;
     }
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t half = (uint16_t)(f16_bits(__builtin_fabsf(scale[i])) | (scale[i] < 0) << 15);
-        memcpy(out + 2 * i, &half, sizeof half);
+    for (int64_t i = 0; i < n; i += LANES) {
+        uint16_t half[LANES];
+        int64_t count = n - i < LANES ? n - i : LANES;
+        lanes_store_halves(half, lanes_load(scale + i));
+        memcpy(out + 2 * i, half, (size_t)count * sizeof *half);
     }
 }
 
@@ -117,6 +83,7 @@ typedef struct sixteen { /* groups that are searched together, one a lane */
 static inline void fit_run(const sixteen *s, pairs by, int64_t first, int64_t last, words *p,
                            words *square) {
     words sum = words_zero(), squares = words_zero();
+#pragma GCC unroll 4
     for (int64_t i = first; i < last; i++) {
         pairs x = pairs_load(s->x + 2 * LANES * i);
         pairs q = pairs_clip(pairs_scaled(x, by), s->low, s->high);
@@ -162,14 +129,8 @@ static inline void fit(sixteen *s, pairs by) {
 }
 
 /* Multipliers for codes by a scale, in its unit. */
-static inline pairs multiply_by(const float *unit, const float *scale) {
-    int16_t multiplier[LANES];
-    for (int l = 0; l < LANES; l++) {
-        float m = unit[l] / scale[l] * 0x1p25f;
-        m = m > 32767 ? 32767 : m < -32767 ? -32767 : m;
-        multiplier[l] = (int16_t)(m + (m < 0 ? -0.5f : 0.5f));
-    }
-    return pairs_spread(multiplier);
+static inline pairs multiply_by(lanes unit, lanes scale) {
+    return pairs_spread(lanes_mul(lanes_div(unit, scale), lanes_fill(0x1p25f)));
 }
 
 /* How much of the sum of x x a scale with the last fit's codes explains: more is less error. */
@@ -193,37 +154,34 @@ static inline lanes best_trial(const clb_encoding *e, sixteen *s, lanes unit, la
 }
 
 /* stored: absmax scales as stored, replaced where another explains more. */
-static void search(const clb_encoding *e, sixteen *s, const float *unit, float *stored) {
-    float tried[LANES];
+static void search(const clb_encoding *e, sixteen *s, lanes unit, float *stored) {
     int32_t format = e->shape.scale_format;
-    lanes units = lanes_load(unit), start = lanes_load(stored);
-    lanes_store(tried, best_trial(e, s, units, start));
-    round_scales(format, tried, LANES, tried);
-    fit(s, multiply_by(unit, tried));
-    lanes_store(tried, lanes_mul(lanes_div(s->p, s->square), units));
-    round_scales(format, tried, LANES, tried);
-    lanes again = lanes_load(tried), after = explained(s, units, again);
-    fit(s, multiply_by(unit, stored));
-    lanes_store(stored, lanes_choose(after, explained(s, units, start), again, start));
+    lanes start = lanes_load(stored);
+    fit(s, multiply_by(unit, rounded_scales(format, best_trial(e, s, unit, start))));
+    lanes again = rounded_scales(format, lanes_mul(lanes_div(s->p, s->square), unit));
+    lanes after = explained(s, unit, again);
+    fit(s, multiply_by(unit, start));
+    lanes_store(stored, lanes_choose(after, explained(s, unit, start), again, start));
 }
 
 /* ---- codes ----------------------------------------------------------------------------------- */
 
 /* One row's codes, zeros up to the end of its last byte or block. */
 static void code_row(const clb_encoding *e, const float *x, const float *scales, int8_t *codes) {
-    lanes least = lanes_fill((float)e->low), most = lanes_fill((float)e->high);
-    for (int64_t g = 0; g < e->groups; g++) {
-        lanes by = lanes_fill(scales[g]);
-        for (int64_t i = g * e->group; i < (g + 1) * e->group; i += LANES) /* may pass its end */
-            lanes_bytes(lanes_clip(lanes_div(lanes_load(x + i), by), least, most), codes + i);
-    }
-    for (int64_t i = e->shape.cols; i < e->shape.cols + CLB_BLOCK; i++)
-        codes[i] = 0;
+    pairs low = pairs_fill(e->low), high = pairs_fill(e->high);
+    for (int64_t g = 0; g < e->groups; g++, x += e->group, codes += e->group)
+        group_codes(x, e->group, scales[g], low, high, codes);
+    memset(codes - e->groups * e->group + e->shape.cols, 0, CLB_BLOCK);
 }
 
 static void pack_int4(const int8_t *codes, int64_t bytes, uint8_t *out) {
-    for (int64_t k = 0; k < bytes; k++)
-        out[k] = (uint8_t)((codes[2 * k] + 8) | (codes[2 * k + 1] + 8) << 4);
+    uint8_t last[LANES];
+    int64_t k = 0;
+    for (; k + LANES <= bytes; k += LANES)
+        nibbles(codes + 2 * k, out + k);
+    if (k == bytes) return;
+    nibbles(codes + 2 * k, last);
+    memcpy(out + k, last, (size_t)(bytes - k));
 }
 
 /* Four codes a byte; offset and mask make them two bits each. */
@@ -271,7 +229,7 @@ static clb_row_fault narrow(int32_t format, const float *x, int64_t n, uint8_t *
             float magnitude = __builtin_fabsf(x[i]);
             if (magnitude > 65504) return CLB_ROW_F16;
             uint32_t tiny = clb_float_bits(magnitude + 0.5f) - clb_float_bits(0.5f);
-            half = magnitude < 0x1p-14f ? tiny : f16_bits(round_f16(magnitude));
+            half = magnitude < 0x1p-14f ? tiny : clb_f16_bits(clb_round_f16(magnitude));
             half |= bits >> 16 & 0x8000;
         }
         uint16_t stored = (uint16_t)half;
@@ -282,11 +240,15 @@ static clb_row_fault narrow(int32_t format, const float *x, int64_t n, uint8_t *
 
 /* ---- groups for the search ------------------------------------------------------------------- */
 
-/* One group as 16-bit integers in units of its absmax / 32767, with a zero to make them pairs. Tiny
-   weights become zeros. Returns the unit. */
+/* One group as 16-bit integers in units of its absmax / 32767, with a zero to make them pairs, in
+   any order: only their sums are used. Tiny weights become zeros. Returns the unit. */
 static float narrow_group(const float *x, int64_t n, float absmax, int16_t *out) {
     float inverse = absmax < SMALLEST ? 0 : 32767 / absmax;
-    for (int64_t i = 0; i < n; i++) {
+    lanes by = lanes_fill(inverse);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        lanes_shorts(lanes_mul(lanes_load(x + i), by), out + i);
+    for (; i < n; i++) {
         float v = x[i] * inverse;
         out[i] = (int16_t)(int32_t)(v + __builtin_copysignf(0.5f, v));
     }
@@ -306,7 +268,7 @@ typedef struct scratch {
 static int64_t place_scratch(const clb_encoding *e, float *memory, scratch *s) {
     int64_t width = e->groups * e->group, pairs = (e->group + 1) / 2;
     int64_t scales = (e->batch * e->groups + LANES - 1) / LANES * LANES;
-    int64_t rows = e->batch * width + LANES;
+    int64_t rows = e->batch * width + 2 * LANES;
     if (s) {
         s->rows = memory;
         s->absmax = s->rows + rows;
@@ -332,33 +294,38 @@ static void search_all(const clb_encoding *e, int64_t count, const scratch *at) 
             unit[l] = 1;
         memset(at->narrow + 2 * each * real, 0, (size_t)(2 * each * (LANES - real)) * 2);
         pairs_turn(at->narrow, each, at->turned);
-        search(e, &s, unit, at->stored + g);
+        search(e, &s, lanes_load(unit), at->stored + g);
     }
 }
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 static bool has_nan_codes(const clb_source *s, int64_t first, int64_t last) {
-    unsigned nans = 0;
+    uint8_t nans = 0; /* bytes, so that the loop becomes vectors of them */
     for (int64_t r = first; s->dtype == CLB_SOURCE_F8 && r < last; r++)
         for (int64_t i = 0; i < s->cols; i++)
-            nans |= (s->data[r * s->row_bytes + i] & 0x7f) == 0x7f;
+            nans |= (uint8_t)((s->data[r * s->row_bytes + i] & 0x7f) == 0x7f);
     return nans;
 }
 
 /* Absmax of `count` groups lying one after the other, and their scales as stored. */
 static clb_row_fault absmax_scales(const clb_encoding *e, const float *x, int64_t count,
                                    float *absmax, float *stored) {
+    lanes high = lanes_fill((float)e->high);
+    float largest = 0;
     for (int64_t g = 0; g < count; g++) {
-        uint32_t bits = magnitude_bits(x + g * e->group, e->group);
+        uint32_t bits = lanes_magnitude(x + g * e->group, e->group);
         if (bits >= 0x7f800000) return CLB_ROW_NOT_FINITE;
         absmax[g] = clb_bits_float(bits);
-        stored[g] = absmax[g] / (float)e->high;
-        if (e->shape.scale_format == CLB_F16 && stored[g] > 65504) return CLB_ROW_SCALE;
+        largest = absmax[g] > largest ? absmax[g] : largest;
     }
+    if (e->shape.scale_format == CLB_F16 && largest / (float)e->high > 65504)
+        return CLB_ROW_SCALE;
     for (int64_t g = count; g % LANES; g++)
-        stored[g] = 1;
-    round_scales(e->shape.scale_format, stored, count, stored);
+        absmax[g] = (float)e->high;
+    for (int64_t g = 0; g < count; g += LANES)
+        lanes_store(stored + g, rounded_scales(e->shape.scale_format,
+                                               lanes_div(lanes_load(absmax + g), high)));
     return CLB_ROW_GOOD;
 }
 
@@ -372,7 +339,7 @@ static clb_row_fault encode_rows(const clb_encoding *e, int64_t first, int64_t l
     for (int64_t r = 0; r < rows; r++)
         widen(e, first + r, s.rows + r * width);
     if (e->shape.format <= CLB_F16) {
-        if (magnitude_bits(s.rows, rows * width) >= 0x7f800000) return CLB_ROW_NOT_FINITE;
+        if (lanes_magnitude(s.rows, rows * width) >= 0x7f800000) return CLB_ROW_NOT_FINITE;
         return narrow(e->shape.format, s.rows, rows * width, codes + first * e->shape.row_bytes);
     }
     clb_row_fault fault = absmax_scales(e, s.rows, count, s.absmax, s.stored);

@@ -78,6 +78,27 @@ def test_bits_are_those_of_numpy(text, dtype, isa, search, shape, size):
     assert got == expected(weights, text, search)
 
 
+@pytest.mark.parametrize(
+    "text", ["int8-f32", "int8-g32-f32", "int4-g64-f32", "int4-f32", "int3-g64-f32"]
+)
+def test_quotients_near_a_half(text):
+    """A weight divided by its scale rounds as the quotient does, even where a product with the
+    scale's inverse would fall on the other side of a half."""
+    rng = np.random.default_rng(7)
+    high = {"int8": 127, "int4": 7, "int3": 3}[text.partition("-")[0]]
+    wholes = rng.integers(-high, high, (200, 192)).astype(np.float32)
+    scales = (2 ** rng.uniform(-20, -3, (200, 1))).astype(np.float32)
+    weights = scales * (wholes + np.float32(0.5))
+    aside = np.nextafter(weights, rng.choice([-np.inf, 0, np.inf], weights.shape))
+    weights = aside.astype(np.float32)
+    weights[:, ::8] = scales * np.float32(high)  # so that absmax gives these scales
+    inverse = np.float32(1) / scales
+    assert (np.rint(weights / scales) != np.rint(weights * inverse)).sum() > 100
+    for isa in ("scalar", None):
+        got = run(Rows("F32", 200, 192, weights), text, False, isa)
+        assert got == expected(weights, text, False)
+
+
 @pytest.mark.parametrize("text", ["int4", "int4-f32", "int2"])
 def test_sums_past_32_bits(text):
     """Long rows, of which every weight is extreme, overflow 32-bit sums: they are cut in time."""
@@ -124,10 +145,12 @@ def test_fp8_nan_is_named(code):
     """A NaN code is refused with the code and its place."""
     codes = np.zeros((5, 70), np.uint8)
     codes[3, 69] = code
-    rows = Rows(F8, 5, 70, codes, np.ones((1, 1), np.float32), (128, 128))
-    for text in ("int4-g64", "f32"):
-        with pytest.raises(ContainerError, match=rf"0x{code:02X} at \[3, 69\] is NaN"):
-            run(rows, text, True)
+    for first in (0, 7):  # rows before these, of the same matrix
+        rows = Rows(F8, 5, 70, codes, np.ones((1, 1), np.float32), (128, 128), first)
+        for text in ("int4-g64", "f32"):
+            place = rf"0x{code:02X} at \[{first + 3}, 69\] is NaN"
+            with pytest.raises(ContainerError, match=place):
+                run(rows, text, True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

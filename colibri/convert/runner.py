@@ -272,7 +272,7 @@ class Partial:
         self._final = target / file.name
         self._size = file.image.size
         self._handle: int | None = None
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
 
     def _open(self) -> int:
         with self._lock:
@@ -284,8 +284,10 @@ class Partial:
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; ContainerError with the way on when the disk is full."""
+        handle = self._open()
         try:
-            write_at(self._open(), offset, view)
+            with self._turn:  # the kernel has a second writer of a file spin
+                write_at(handle, offset, view)
         except OSError as why:
             raise _failed(self.path, why) from why
 

@@ -15,6 +15,7 @@ from colibri.errors import ContainerError
 from colibri.formats import Format, Kind
 from colibri.quantize import f32_from_bf16
 
+_CACHED = 1 << 20  # source bytes that are read and encoded at a time, while the cache holds them
 _SCALES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -136,13 +137,25 @@ class Encode:
 
     def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
         """ContainerError for weights that are damaged or do not fit the format."""
-        blocks = self.source.blocks
+        source, blocks = self.source, self.source.blocks
         block_scales = None if blocks is None else _block_scales(reader, blocks, self.name)
-        rows = Rows(
-            self.source.dtype, self.rows, self.source.cols, reader.read(self.extents()[0]),
-            block_scales, blocks.block if blocks else (1, 1), self.source.first_row + self.first,
-        )  # fmt: skip
-        encode_rows(rows, self.form, self.search, codes, scales)
+        data = self.extents()[0]
+        row = source.cols * SOURCE_BYTES[source.dtype]
+        step = max(1, _CACHED // row)
+        for first in range(0, self.rows, step):
+            count = min(step, self.rows - first)
+            place = Extent(data.shard, data.offset + first * row, count * row)
+            encode_rows(
+                Rows(source.dtype, count, source.cols, reader.read(place), block_scales,
+                     blocks.block if blocks else (1, 1), source.first_row + self.first + first),
+                self.form, self.search, _rows_of(codes, first, count, self.rows),
+                _rows_of(scales, first, count, self.rows),
+            )  # fmt: skip
+
+
+def _rows_of(view: memoryview, first: int, count: int, rows: int) -> memoryview:
+    each = view.nbytes // rows
+    return view[first * each : (first + count) * each]
 
 
 def _block_scales(reader: Reader, blocks: Blocks, name: str) -> np.ndarray:
