@@ -19,7 +19,14 @@ CAP = 7  # drafts a step at most, unless asked for more: the depth GLM-5.2's MTP
 
 
 class DepthPolicy(Protocol):
-    """Decides before, during and after drafting; one policy may serve many turns of one session."""
+    """Decides before, during and after drafting; one policy may serve many turns of one session.
+
+    While `rest` is not 0 it wants no drafts and is not asked: whoever decodes counts it down, one
+    a token, and neither plans nor records. So a loop without drafts costs hardly more than without
+    a policy.
+    """
+
+    rest: int
 
     @property
     def state(self) -> str:
@@ -43,6 +50,8 @@ class DepthPolicy(Protocol):
 
 class Fixed:
     """Always `depth` drafts, as far as there is room."""
+
+    rest = 0
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -83,24 +92,28 @@ class Guard:
     def __init__(self, policy: DepthPolicy, remembers: bool = True) -> None:
         self.policy = policy
         self._remembers = remembers
-        self.proposed = self.accepted = self.pause = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.proposed = self.accepted = self.rest = 0
+        self._paused = False
 
     @property
     def state(self) -> str:
         """The policy's, or for how long it is paused."""
-        if self.pause:
-            return f"paused for {self.pause} tokens (fewer than 1 in {self.TENTH} drafts stood)"
+        if self._paused and self.rest:
+            return f"paused for {self.rest} tokens (fewer than 1 in {self.TENTH} drafts stood)"
         return self.policy.state
 
     def begin(self) -> None:
         """A pause outlives the turn, unless each turn must start alike."""
         if not self._remembers:
-            self.proposed = self.accepted = self.pause = 0
+            self._forget()
         self.policy.begin()
 
     def plan(self, limit: int) -> int:
-        """Nothing during a pause."""
-        return 0 if self.pause else self.policy.plan(limit)
+        """As the policy says."""
+        return self.policy.plan(limit)
 
     def keep(self, step: int, confidence: float) -> bool:
         """As the policy says."""
@@ -111,19 +124,22 @@ class Guard:
         return self.policy.deeper(step)
 
     def record(self, proposed: int, judged: int, accepted: int, laps: Sequence[Lap]) -> None:
-        """Count, and start or shorten the pause."""
-        if self.pause:
-            self.pause = max(0, self.pause - accepted - 1)
-            return
+        """Count, and perhaps start a pause; else rest as the policy does."""
         self.policy.record(proposed, judged, accepted, laps)
+        self.rest, self.policy.rest = self.policy.rest, 0
         self.proposed += proposed
         self.accepted += accepted
-        if self.proposed >= self.PROPOSED and self.accepted * self.TENTH < self.proposed:
+        self._paused = self._useless
+        if self._paused:
             self.proposed = self.accepted = 0
-            self.pause = self.PAUSE
+            self.rest = self.PAUSE
         elif self.proposed >= self.MEMORY:
             self.proposed //= 2
             self.accepted //= 2
+
+    @property
+    def _useless(self) -> bool:
+        return self.proposed >= self.PROPOSED and self.accepted * self.TENTH < self.proposed
 
 
 class Acceptance:
@@ -183,7 +199,6 @@ class Controller:
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
     LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
-    LOOK = 8  # plain tokens before a try that are timed, to compare it with
     NEARLY, HOPELESS = 1.3, 3.0  # price of drafts, in what they give: try again soon; or last
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
@@ -201,7 +216,7 @@ class Controller:
         self._reach = 1  # twice the deepest step so far: depth is earned
         self._steps = 0
         self._drafted, self._check = 0, self.CHECK_FIRST
-        self._wait, self._probe = 0, self.PROBE_FIRST  # tokens until drafting is tried again
+        self.rest, self._probe = 0, self.PROBE_FIRST  # tokens until drafting is tried again
         self._probing = False
         self.costs.begin()
         self._refresh()
@@ -222,8 +237,6 @@ class Controller:
 
     def plan(self, limit: int) -> int:
         """As deep as was earned when a first draft pays, one to try again, else none."""
-        if self._wait > 0:
-            return 0
         self._seen.clear()
         self._survival = 1.0
         self._probing = not self._pays
@@ -253,11 +266,6 @@ class Controller:
 
     def record(self, proposed: int, judged: int, accepted: int, laps: Sequence[Lap]) -> None:
         """Learn from the step; once in a while, recompute the thresholds."""
-        if self._wait > 0:
-            self._wait -= accepted + 1
-            if self._wait < self.LOOK:
-                self.costs.record(laps)
-            return
         self.costs.record(laps)
         for step in range(min(judged, len(self._seen))):
             self.acceptance.judged(step, self._seen[step], step < accepted)
@@ -283,7 +291,7 @@ class Controller:
             soon, last = price <= self.NEARLY, price >= self.HOPELESS
             self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
             self._probe = self.PROBE_LAST if last else self._probe
-        self._wait = self._probe
+        self.rest = self._probe
 
     def _refresh(self) -> None:
         """Thresholds on the survival chance: `_make[i]` to make draft i, `_worth[i]` to keep it."""

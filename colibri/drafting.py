@@ -107,7 +107,7 @@ class MtpDrafter:
         if not self._ready:
             return drafts
         position = self.session.length + 1
-        if len(self._following) > STEP_ROWS:
+        if len(self._following) > STEP_ROWS + 1:
             self._catch_up(1, ledger)
         ledger.enter(ABSORB, len(self._following))
         logits = self._absorb(len(self._following), self._state)

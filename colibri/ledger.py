@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -15,6 +16,7 @@ DRAFT, VERIFY, ABSORB, PLAIN = "draft", "verify", "absorb", "plain"
 PICK, TEXT = "pick", "text"
 SEGMENTS = (DRAFT, VERIFY, ABSORB, PLAIN, PICK, TEXT)
 _LAPPED = frozenset(SEGMENTS[:4])  # segments whose seconds decide how deep to draft
+_LAPS = 32  # the latest are kept: several steps' worth
 
 Lap = tuple[str, int, float]  # segment, rows, seconds
 
@@ -79,7 +81,7 @@ class Ledger:
         self.proposed = 0  # drafts that were verified, judged or not
         self.wall = 0.0
         self._clock = clock
-        self._laps: list[Lap] = []
+        self._laps: deque[Lap] = deque(maxlen=_LAPS)
         self._open = self.segments[PICK]
         self._rows = 0
         self._core: Segment | None = None
@@ -126,8 +128,9 @@ class Ledger:
             self.accepted[i] += i < accepted
 
     def laps(self) -> list[Lap]:
-        """The parts of steps closed since the last call, in order; not pick and text."""
-        laps, self._laps = self._laps, []
+        """Parts of steps closed since the last call, in order; not pick and text."""
+        laps = list(self._laps)
+        self._laps.clear()
         return laps
 
     def end(self) -> None:

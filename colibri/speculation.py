@@ -116,13 +116,14 @@ class _Turn:
 
     def draft(self) -> Drafts:
         """What should follow the pending token, as far as text and rows have room for it."""
-        limit = min(self.room - 1, self.session.max_rows - 1)
-        if not (self.drafter and self.depth and limit > 0):
+        depth = self.depth
+        if depth is None or depth.rest:
             return NONE
-        limit = self.depth.plan(limit)
+        limit = min(self.room - 1, self.session.max_rows - 1)
+        limit = depth.plan(limit) if self.drafter and limit > 0 else 0
         if limit < 1:
             return NONE
-        drafts = self.drafter.draft(limit, self.rule, self.depth, self.ledger)
+        drafts = self.drafter.draft(limit, self.rule, depth, self.ledger)
         self.ledger.enter(PICK)
         return drafts
 
@@ -158,11 +159,14 @@ class _Turn:
 
     def _record(self, drafts: Drafts, accepted: int, token: int) -> None:
         """Acceptance is counted over committed tokens only: a stop cuts off what follows it."""
-        proposed = judged = 0
-        if drafts.ids:
-            proposed = accepted if token in self.stops else len(drafts.ids)
-            judged = min(accepted + 1, proposed)
+        depth = self.depth
+        if depth is None:
+            return
+        if depth.rest:
+            depth.rest -= 1
+            return
+        proposed = accepted if token in self.stops else len(drafts.ids)
+        judged = min(accepted + 1, proposed)
+        if proposed:
             self.ledger.judged(proposed, judged, accepted)
-        laps = self.ledger.laps()
-        if self.depth:
-            self.depth.record(proposed, judged, accepted, laps)
+        depth.record(proposed, judged, accepted, self.ledger.laps())

@@ -63,9 +63,11 @@ def run(policy: DepthPolicy | None, machine: Machine, text: Text, tokens: int, s
 
     if policy:
         policy.begin()
+    recent: list[tuple[str, int, float]] = []
     while made < tokens:
         laps: list[tuple[str, int, float]] = []
-        limit = policy.plan(ROOM) if policy else 0
+        resting = policy is None or policy.rest > 0
+        limit = 0 if resting else policy.plan(ROOM)
         chances: list[float] = []
         for step in range(limit):
             name = "draft" if step else "absorb"
@@ -82,6 +84,10 @@ def run(policy: DepthPolicy | None, machine: Machine, text: Text, tokens: int, s
         while accepted < kept and rng.random() < chances[accepted]:
             accepted += 1
         made += accepted + 1
-        if policy:
+        if policy and resting:
+            policy.rest -= 1
+            recent = (recent + laps)[-24:]
+        elif policy:
+            laps, recent = recent + laps, []
             policy.record(kept, min(accepted + 1, kept), accepted, laps)
     return made / work
