@@ -45,12 +45,15 @@ def chat(settings: Settings, session: str | None) -> int:
     from colibri.lines import lines_of
     from colibri.repl import Repl
     from colibri.resident import Resident
+    from colibri.saved import directory_of
     from colibri.state import State
     from colibri.terminal import Terminal
 
     terminal = Terminal.of(settings.screen, settings.quiet)
     model_directory(settings)  # a wrong one is told first
     state = State(settings.state, terminal.warning)
+    if session:  # so is this: loading may take minutes
+        directory_of(state, session)
     lines = lines_of(terminal, state)
     try:
         engine = Engine.open(settings, terminal.progress)

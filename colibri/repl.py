@@ -6,7 +6,7 @@ from colibri import commands, saved, stats
 from colibri.answer import REASONING
 from colibri.conversation import Conversation
 from colibri.engine import Engine
-from colibri.errors import ColibriError, Exit, StateError, UsageError
+from colibri.errors import ColibriError, ContextFull, Exit, StateError, UsageError
 from colibri.interrupt import Interrupts
 from colibri.lines import Lines
 from colibri.resident import Resident
@@ -72,6 +72,8 @@ class Repl:
                 self._command(*command)
             else:
                 self._turn(lambda: self.talk.ask(commands.message(line), self.terminal.progress))
+        except ContextFull as error:
+            self._fail(f"{error} Or /reset: the conversation begins anew.")
         except ColibriError as error:
             self._fail(error)
         return True
@@ -225,11 +227,10 @@ class Repl:
             self._keep()
             self.saved.close()
         place = Saved(self._state, name, self.engine.container)
+        if not new and not place.exists:
+            return False
         try:
             document = place.open()
-            if document is None and not new:
-                place.close()
-                return False
             if document is not None:
                 self._take_up(place)
         except StateError:
@@ -285,7 +286,7 @@ class Repl:
         """A quiet word beside the answers, dimmed where that is possible."""
         self.terminal.aside(text)
 
-    def _fail(self, error: ColibriError) -> None:
+    def _fail(self, error: ColibriError | str) -> None:
         self._failed = True
         self.terminal.clear()
         self.terminal.end()

@@ -121,16 +121,21 @@ class Document:
             raise StateError(f"{where}: lacks something of a saved conversation: {why}") from why
 
 
+def directory_of(state: State, name: str) -> Path:
+    """Where a conversation is saved; StateError when nothing can be saved under this name."""
+    if not _NAME.fullmatch(name):
+        raise StateError(
+            f"{name!r} cannot be the name of a session: use letters, digits, '-', '_' and '.'"
+        )
+    return state.place("sessions", name)
+
+
 class Saved:
     """One saved conversation, held while it is open: nobody else may write it."""
 
     def __init__(self, state: State, name: str, container: Container) -> None:
-        if not _NAME.fullmatch(name):
-            raise StateError(
-                f"{name!r} cannot be the name of a session: use letters, digits, '-', '_' and '.'"
-            )
         self.name = name
-        self.directory = state.place("sessions", name)
+        self.directory = directory_of(state, name)
         self._identity = Identity.of(container)
         self._lock: BinaryIO | None = None
         self.document: Document | None = None

@@ -32,7 +32,9 @@ class State:
     def place(self, *parts: str) -> Path:
         """A path inside; StateError when there is no state directory."""
         if self.root is None:
-            raise StateError("there is no state directory; set COLIBRI_STATE or HOME")
+            raise StateError(
+                "nothing can be kept: COLIBRI_STATE is off, or neither it nor HOME is set"
+            )
         return self.root.joinpath(*parts)
 
     def keep(self, what: str, action: Callable[[], None]) -> bool:

@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(talk, command):
         "/save": "give it a name",
         "/load nothing": "no saved session 'nothing'",
         "/save ../x": "cannot be the name of a session",
-        long: "the context holds 1024",
+        long: "Or /reset: the conversation begins anew.",
     }.items():
         result = talk(line, SNOW, flags=("--quiet",))
         assert result.status == 1 and result.out == one(command, SNOW)
@@ -94,7 +94,7 @@ def test_commands(talk, command):
     """Each does what help says."""
     result = talk(SNOW, "/stats", "/stats full", "/reset", SNOW, "/help")
     assert result.status == 0 and result.out == 2 * one(command, SNOW)
-    assert "forwards" in result.err and "kept by position" in result.err + "kept by position"
+    assert "forwards" in result.err and "a plain step: " in result.err
     assert "/system [TEXT|off]" in result.err and "forgotten" in result.err
     again = talk(SNOW, "/retry")
     assert again.out == 2 * one(command, SNOW) and "the same answer" in again.err
@@ -178,12 +178,28 @@ def test_save_and_load(talk):
     assert result.status == 0
     lines = result.out.splitlines()
     assert lines[-1] == lines[0]
-    listed = [line.split()[0] for line in result.err.splitlines() if line[-6:-5] == " "]
-    assert {"fox", "snow"} <= {*listed, "fox", "snow"} and "resumed 'fox'" in result.err
+    listed = re.findall(r"^(\w+)  \d{4}-\d\d-\d\d \d\d:\d\d$", result.err, re.MULTILINE)
+    assert sorted(listed) == ["fox", "snow"] and "resumed 'fox'" in result.err
     taken = talk(SNOW, "/save fox")
     assert taken.status == 1 and "/save fox replace" in taken.err
     assert talk(SNOW, "/save fox replace").status == 0
     assert "1 question" in talk("/load fox").err
+
+
+def test_asking_for_a_session_makes_none(talk, tmp_path):
+    """A name that was misspelt leaves nothing behind."""
+    talk(SNOW, "/save snow")
+    assert talk("/load snwo").status == 1
+    assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["snow"]
+
+
+@pytest.mark.parametrize(("name", "state"), [("a/b", "."), ("trip", "off")])
+def test_a_session_that_cannot_be_kept(command, monkeypatch, name, state):
+    """It is told before the model is loaded, which may take minutes."""
+    monkeypatch.setattr(Engine, "open", lambda *_: pytest.fail("loaded"))
+    result = command(*CHAT, "--session", name, env={"COLIBRI_STATE": state})
+    assert result.status == 1 and result.err.count("\n") == 1
+    assert "cannot be the name" in result.err or "COLIBRI_STATE is off" in result.err
 
 
 def test_flags_win_over_what_was_saved(talk):

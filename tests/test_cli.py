@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,6 +227,18 @@ def test_info(command, demo_path):
     assert "glm_moe_dsa" in words.out and "int4-g64" in words.out
     facts = json.loads(command("info", "--json").out)
     assert sum(part["nbytes"] for part in facts["parts"]) == facts["file_bytes"]
+
+
+def test_ctrl_c_while_importing(tmp_path):
+    """It ends the program as it ends any other, without a traceback."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'colibri = "colibri.__main__:main"' in project
+    run = [sys.executable, "-m", "colibri", "--version"]
+    done = subprocess.run(
+        run, capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "-x"]])
