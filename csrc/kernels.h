@@ -17,13 +17,17 @@ typedef struct clb_matrix { /* a matrix in memory, any alignment */
     const uint8_t *scales; /* [rows][row_scales] of scale_format */
 } clb_matrix;
 
+typedef struct clb_cell { /* one block of activations as integers, two cache lines */
+    int8_t q[CLB_BLOCK];      /* zero padded; order by format, see clb_order */
+    int32_t start[CLB_LANES]; /* -offset * (sum of the lane's four q) */
+} clb_cell;
+
 typedef struct clb_acts { /* S rows of activations, in the form a format's kernel wants */
     int64_t rows, cols, blocks; /* blocks = ceil(cols / 64) */
     const float *x;             /* [rows][x_stride]: float formats read this */
     int64_t x_stride;
-    int8_t *q;      /* [rows][blocks][64], zero padded; order by format, see clb_order */
-    float *scale;   /* [rows][blocks] */
-    int32_t *start; /* [rows][blocks][16]: -offset * (sum of the lane's four q) */
+    clb_cell *cells; /* [rows][blocks] */
+    float *scale;    /* [rows][blocks] */
 } clb_acts;
 
 /* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4 (offset 8).
@@ -38,8 +42,7 @@ typedef void clb_linear_fn(const clb_matrix *w, const clb_acts *x, int64_t first
 typedef struct clb_kernels {
     const char *isa;
     clb_linear_fn *linear[CLB_FORMATS];
-    void (*quantize)(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
-                     int32_t *start);
+    void (*quantize)(const float *x, int64_t n, int32_t format, clb_cell *cells, float *scale);
     void (*dequantize_row)(const clb_matrix *w, int64_t row, float *out); /* [cols] */
     float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */
     void (*axpy)(float a, const float *x, float *y, int64_t n);         /* y = fma(a, x, y) */

@@ -104,6 +104,23 @@ static inline lanes lanes_load_f16(const uint8_t *p) {
                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
 }
 
+#define CLB_LANES_BYTES
+static inline lanes lanes_signed(__m128i bytes) {
+    return (lanes){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                   _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
+static inline lanes lanes_bytes(const uint8_t *p) { /* sixteen int8 */
+    return lanes_signed(_mm_loadu_si128((const __m128i *)p));
+}
+
+static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen int4, low nibbles first */
+    __m128i both = _mm_loadl_epi64((const __m128i *)p), mask = _mm_set1_epi8(15);
+    __m128i pairs = _mm_unpacklo_epi8(_mm_and_si128(both, mask),
+                                      _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+    return lanes_signed(_mm_sub_epi8(pairs, _mm_set1_epi8(8)));
+}
+
 #define CLB_F16_ONE f16_one
 static inline float f16_one(uint16_t bits) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
@@ -134,15 +151,15 @@ static inline __m256i byte_dot(__m256i w, const int8_t *q) {
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
+static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
     if (nibbles)
-        return (lanes){_mm256_cvtepi32_ps(nibble_dot(w.low, q, start)),
-                       _mm256_cvtepi32_ps(nibble_dot(w.high, q + 32, start + 8))};
-    return (lanes){_mm256_cvtepi32_ps(byte_dot(w.low, q)),
-                   _mm256_cvtepi32_ps(byte_dot(w.high, q + 32))};
+        return (lanes){_mm256_cvtepi32_ps(nibble_dot(w.low, x->q, x->start)),
+                       _mm256_cvtepi32_ps(nibble_dot(w.high, x->q + 32, x->start + 8))};
+    return (lanes){_mm256_cvtepi32_ps(byte_dot(w.low, x->q)),
+                   _mm256_cvtepi32_ps(byte_dot(w.high, x->q + 32))};
 }
 
-#define TILE_WIDE 1, 1, 1, 1 /* one stream of weights: the hardware follows it best */
+#define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 16 registers */
 
 #include "tiles.h"
 

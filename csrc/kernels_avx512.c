@@ -77,6 +77,19 @@ static inline lanes lanes_load_f16(const uint8_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 
+#define CLB_LANES_BYTES
+static inline lanes lanes_bytes(const uint8_t *p) { /* sixteen int8 */
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen int4, low nibbles first */
+    __m128i both = _mm_loadl_epi64((const __m128i *)p), mask = _mm_set1_epi8(15);
+    __m128i pairs = _mm_unpacklo_epi8(_mm_and_si128(both, mask),
+                                      _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+    pairs = _mm_sub_epi8(pairs, _mm_set1_epi8(8));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(pairs));
+}
+
 /* The block twice, the second copy shifted: low nibbles are lanes 0..7, high ones 8..15. */
 static inline packed packed_int4(const uint8_t *p) {
     const __m512i shift = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
@@ -88,13 +101,13 @@ static inline packed packed_int8(const uint8_t *p) {
     return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
 }
 
-static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
+static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
     (void)nibbles; /* either offset has its own start */
     return _mm512_cvtepi32_ps(
-        _mm512_dpbusd_epi32(_mm512_loadu_si512(start), w, _mm512_loadu_si512(q)));
+        _mm512_dpbusd_epi32(_mm512_loadu_si512(x->start), w, _mm512_loadu_si512(x->q)));
 }
 
-#define TILE_WIDE 1, 1, 1, 1 /* one stream of weights: the hardware follows it best */
+#define TILE_WIDE 4, 4, 2, 2 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
 
 #include "tiles.h"
 

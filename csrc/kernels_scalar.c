@@ -22,7 +22,7 @@ static void linear_float(const clb_matrix *w, const clb_acts *x, int64_t first, 
 static void block_products(const clb_matrix *w, const clb_acts *x, int64_t o, int64_t r, int64_t b,
                            lanes *acc) {
     int64_t block_bytes = clb_block_bytes(w->format), left = w->row_bytes - b * block_bytes;
-    const int8_t *q = x->q + (r * x->blocks + b) * CLB_BLOCK;
+    const int8_t *q = x->cells[r * x->blocks + b].q;
     uint8_t bytes[CLB_BLOCK] = {0};
     int8_t values[CLB_BLOCK];
     memcpy(bytes, w->data + o * w->row_bytes + b * block_bytes,

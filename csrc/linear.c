@@ -14,24 +14,22 @@ static clb_order order_of(int32_t format) {
 int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes) {
     int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK, n;
     memset(input, 0, sizeof *input);
-    if (!clb_mul(capacity, blocks * CLB_BLOCK, &n)) return CLB_NO_MEMORY;
+    if (!clb_mul(capacity, blocks * (int64_t)sizeof(clb_cell), &n)) return CLB_NO_MEMORY;
     input->capacity = capacity;
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
-        a->q = malloc((size_t)n);
+        a->cells = malloc((size_t)n);
         a->scale = malloc((size_t)(capacity * blocks) * sizeof *a->scale);
-        a->start = malloc((size_t)(capacity * blocks * CLB_LANES) * sizeof *a->start);
-        if (!a->q || !a->scale || !a->start) return CLB_NO_MEMORY;
+        if (!a->cells || !a->scale) return CLB_NO_MEMORY;
     }
-    *bytes += 2 * (n + capacity * blocks * (4 + 4 * CLB_LANES));
+    *bytes += 2 * (n + capacity * blocks * 4);
     return CLB_OK;
 }
 
 void clb_input_free(clb_input *input) {
     for (int i = 0; i < 2; i++) {
-        free(input->form[i].q);
+        free(input->form[i].cells);
         free(input->form[i].scale);
-        free(input->form[i].start);
     }
 }
 
@@ -63,8 +61,7 @@ static void quantize_rows(void *arg, int64_t begin, int64_t end, int32_t thread)
     (void)thread;
     for (int64_t r = begin; r < end; r++)
         job->kernels->quantize(a->x + r * a->x_stride, a->cols, job->format,
-                               a->q + r * a->blocks * CLB_BLOCK, a->scale + r * a->blocks,
-                               a->start + r * a->blocks * CLB_LANES);
+                               a->cells + r * a->blocks, a->scale + r * a->blocks);
 }
 
 const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format) {

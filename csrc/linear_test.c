@@ -5,17 +5,15 @@
 static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts *acts,
                              clb_error *error) {
     size_t blocks = (size_t)acts->rows * (size_t)acts->blocks;
-    acts->q = malloc(blocks * CLB_BLOCK);
+    acts->cells = malloc(blocks * sizeof *acts->cells);
     acts->scale = malloc(blocks * sizeof *acts->scale);
-    acts->start = malloc(blocks * CLB_LANES * sizeof *acts->start);
-    if (!acts->q || !acts->scale || !acts->start)
+    if (!acts->cells || !acts->scale)
         return clb_fail(error, CLB_NO_MEMORY, "no memory for %lld quantised activation rows",
                         (long long)acts->rows);
     for (int64_t r = 0; r < acts->rows; r++) {
         int64_t block = r * acts->blocks;
         table->quantize(acts->x + r * acts->x_stride, acts->cols, format,
-                        acts->q + block * CLB_BLOCK, acts->scale + block,
-                        acts->start + block * CLB_LANES);
+                        acts->cells + block, acts->scale + block);
     }
     return CLB_OK;
 }
@@ -43,8 +41,7 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
         code = quantize_rows(table, w.format, &acts, error);
     if (code == CLB_OK)
         table->linear[w.format](&w, &acts, 0, w.rows, y, w.rows);
-    free(acts.q);
+    free(acts.cells);
     free(acts.scale);
-    free(acts.start);
     return code;
 }

@@ -35,32 +35,33 @@ static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
     clb_acts part = *acts;
     part.rows = last - first;
     part.x += first * acts->x_stride;
-    part.q += first * acts->blocks * CLB_BLOCK;
+    part.cells += first * acts->blocks;
     part.scale += first * acts->blocks;
-    part.start += first * acts->blocks * CLB_LANES;
     return part;
 }
 
-static void run_unit(moe_job *job, const clb_matrix *w, const clb_run *run, clb_input *input,
-                     float *y, int64_t unit) {
-    int64_t pair = run->first - job->base, first = unit * UNIT;
-    int64_t last = first + UNIT < w->rows ? first + UNIT : w->rows;
+/* Output rows of tasks [task, task + count) of one matrix. */
+static void run_tasks(moe_job *job, const clb_matrix *w, const clb_run *run, clb_input *input,
+                      float *y, int64_t task, int64_t count) {
+    int64_t pair = run->first - job->base, first = task * UNIT, last = (task + count) * UNIT;
     clb_acts acts = part_of(&input->form[w->format == CLB_INT4], pair, run->last - job->base);
-    job->s->model->kernels->linear[w->format](w, &acts, first, last, y + pair * w->rows, w->rows);
+    job->s->model->kernels->linear[w->format](w, &acts, first, last < w->rows ? last : w->rows,
+                                              y + pair * w->rows, w->rows);
 }
 
 static void gate_and_up(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
-        int32_t run = job->active[i / (2 * job->units)];
-        int64_t unit = i % (2 * job->units);
-        if (unit < job->units)
-            run_unit(job, &job->leases[run].gate, &job->runs[run], &s->in_pairs, s->gate, unit);
+    for (int64_t i = begin, count; i < end; i += count) {
+        int64_t matrix = i / job->units, task = i % job->units;
+        int32_t run = job->active[matrix / 2];
+        count = job->units - task < end - i ? job->units - task : end - i;
+        if (matrix % 2 == 0)
+            run_tasks(job, &job->leases[run].gate, &job->runs[run], &s->in_pairs, s->gate, task,
+                      count);
         else
-            run_unit(job, &job->leases[run].up, &job->runs[run], &s->in_pairs, s->up,
-                     unit - job->units);
+            run_tasks(job, &job->leases[run].up, &job->runs[run], &s->in_pairs, s->up, task, count);
     }
 }
 
@@ -68,10 +69,12 @@ static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
     (void)thread;
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i = begin, count; i < end; i += count) {
+        int64_t task = i % job->units;
         int32_t run = job->active[i / job->units];
-        run_unit(job, &job->leases[run].down, &job->runs[run], &s->in_inner, s->pair_out,
-                 i % job->units);
+        count = job->units - task < end - i ? job->units - task : end - i;
+        run_tasks(job, &job->leases[run].down, &job->runs[run], &s->in_inner, s->pair_out, task,
+                  count);
     }
 }
 
@@ -81,9 +84,8 @@ static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int3
     clb_acts *a = &input->form[format == CLB_INT4];
     if (clb_is_float(format)) return;
     m->kernels->quantize(a->x + row * a->x_stride, a->cols,
-                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8,
-                         a->q + row * a->blocks * CLB_BLOCK, a->scale + row * a->blocks,
-                         a->start + row * a->blocks * CLB_LANES);
+                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8, a->cells + row * a->blocks,
+                         a->scale + row * a->blocks);
 }
 
 /* Pair rows side by side, in the form the experts want: quantised once a row, copied a pair. */
@@ -102,11 +104,9 @@ static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
                    (size_t)from->cols * sizeof(float));
             continue;
         }
-        memcpy(to->q + i * blocks * CLB_BLOCK, from->q + r * blocks * CLB_BLOCK,
-               (size_t)(blocks * CLB_BLOCK));
+        memcpy(to->cells + i * blocks, from->cells + r * blocks,
+               (size_t)blocks * sizeof *to->cells);
         memcpy(to->scale + i * blocks, from->scale + r * blocks, (size_t)blocks * sizeof(float));
-        memcpy(to->start + i * blocks * CLB_LANES, from->start + r * blocks * CLB_LANES,
-               (size_t)(blocks * CLB_LANES) * sizeof(int32_t));
     }
 }
 

@@ -120,8 +120,8 @@ static inline float32x4_t four_lanes(int8x16_t w, const int8_t *p) {
 #endif
 }
 
-static inline lanes packed_dot(packed w, const int8_t *q, const int32_t *start, int nibbles) {
-    (void)start;
+static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
+    const int8_t *q = x->q;
     (void)nibbles;
     return (lanes){four_lanes(w.a, q), four_lanes(w.b, q + 16), four_lanes(w.c, q + 32),
                    four_lanes(w.d, q + 48)};

@@ -44,6 +44,12 @@ static inline lanes lanes_add(lanes a, lanes b) {
     return a;
 }
 
+static inline lanes lanes_mul(lanes a, lanes b) {
+    for (int l = 0; l < CLB_LANES; l++)
+        a.v[l] = a.v[l] * b.v[l];
+    return a;
+}
+
 static inline lanes lanes_fma(lanes a, lanes b, lanes c) {
     for (int l = 0; l < CLB_LANES; l++)
         c.v[l] = __builtin_fmaf(a.v[l], b.v[l], c.v[l]);
@@ -61,6 +67,24 @@ static inline float lanes_fold(lanes a) {
         for (int l = 0; l < half; l++)
             a.v[l] = a.v[l] + a.v[l + half];
     return a.v[0];
+}
+#endif
+
+#ifndef CLB_LANES_BYTES
+static inline lanes lanes_bytes(const uint8_t *p) { /* sixteen int8 */
+    float v[CLB_LANES];
+    for (int l = 0; l < CLB_LANES; l++)
+        v[l] = (float)(int8_t)p[l];
+    return lanes_load(v);
+}
+
+static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen int4, low nibbles first */
+    float v[CLB_LANES];
+    for (int l = 0; l < CLB_LANES / 2; l++) {
+        v[2 * l] = (float)((p[l] & 15) - 8);
+        v[2 * l + 1] = (float)((p[l] >> 4) - 8);
+    }
+    return lanes_load(v);
 }
 #endif
 
@@ -343,10 +367,11 @@ static inline void even_odd_bytes(const float *shifted, int8_t *q) {
     }
 }
 
-static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_t *q, float *scale,
-                                int32_t *start) {
+static inline void quantize_all(const float *x, int64_t n, int32_t format, clb_cell *cells,
+                                float *scale) {
     const int32_t offset = format == CLB_INT4 ? 8 : 128; /* int3 and int2 run as int8 */
-    for (int64_t b = 0; b * CLB_BLOCK < n; b++, q += CLB_BLOCK, start += CLB_LANES) {
+    for (int64_t b = 0; b * CLB_BLOCK < n; b++) {
+        int8_t *q = cells[b].q;
         float padded[CLB_BLOCK] = {0}, shifted[CLB_BLOCK];
         int64_t count = n - b * CLB_BLOCK;
         if (count < CLB_BLOCK)
@@ -357,7 +382,7 @@ static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_
         else
             natural_bytes(shifted, q);
         for (int l = 0; l < CLB_LANES; l++)
-            start[l] = -offset * (q[4 * l] + q[4 * l + 1] + q[4 * l + 2] + q[4 * l + 3]);
+            cells[b].start[l] = -offset * (q[4 * l] + q[4 * l + 1] + q[4 * l + 2] + q[4 * l + 3]);
     }
 }
 
@@ -366,18 +391,17 @@ static inline void quantize_all(const float *x, int64_t n, int32_t format, int8_
 /* Elements [i, end) of an int8 or int4 row, under one scale; i is even. */
 static inline void dequantize_run(int32_t format, const uint8_t *data, int64_t i, int64_t end,
                                   float scale, float *out) {
+    const lanes factor = lanes_splat(&scale);
     if (format == CLB_INT8) {
-        CLB_EACH
-        for (int64_t k = i; k < end; k++)
-            out[k] = (float)(int8_t)data[k] * scale;
+        for (; i + CLB_LANES <= end; i += CLB_LANES)
+            lanes_store(out + i, lanes_mul(lanes_bytes(data + i), factor));
+        for (; i < end; i++)
+            out[i] = (float)(int8_t)data[i] * scale;
     } else {
-        CLB_EACH
-        for (int64_t k = i / 2; k < end / 2; k++) {
-            out[2 * k] = (float)((data[k] & 15) - 8) * scale;
-            out[2 * k + 1] = (float)((data[k] >> 4) - 8) * scale;
-        }
-        if (end % 2)
-            out[end - 1] = (float)((data[end / 2] & 15) - 8) * scale;
+        for (; i + CLB_LANES <= end; i += CLB_LANES)
+            lanes_store(out + i, lanes_mul(lanes_nibbles(data + i / 2), factor));
+        for (; i < end; i++)
+            out[i] = (float)((data[i / 2] >> i % 2 * 4 & 15) - 8) * scale;
     }
 }
 

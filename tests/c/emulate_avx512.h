@@ -11,6 +11,7 @@
 typedef struct { float f[4]; } __m128;
 typedef struct { float f[8]; } __m256;
 typedef struct { float f[16]; } __m512;
+typedef struct { uint8_t b[16]; } __m128i;
 typedef struct { uint8_t b[32]; } __m256i;
 typedef struct { uint8_t b[64]; } __m512i;
 
@@ -141,6 +142,62 @@ static inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
     __m512i r;
     memset(&r, 0, sizeof r);
     EACH(16) memcpy(r.b + 4 * i, a.b + 2 * i, 2);
+    return r;
+}
+
+static inline __m128i _mm_loadu_si128(const __m128i *p) {
+    __m128i r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+static inline __m128i _mm_loadl_epi64(const __m128i *p) {
+    __m128i r = {{0}};
+    memcpy(&r, p, 8);
+    return r;
+}
+
+static inline __m128i _mm_set1_epi8(char x) {
+    __m128i r;
+    memset(&r, x, sizeof r);
+    return r;
+}
+
+static inline __m128i _mm_and_si128(__m128i a, __m128i b) {
+    EACH(16) a.b[i] &= b.b[i];
+    return a;
+}
+
+static inline __m128i _mm_sub_epi8(__m128i a, __m128i b) {
+    EACH(16) a.b[i] = (uint8_t)(a.b[i] - b.b[i]);
+    return a;
+}
+
+static inline __m128i _mm_srli_epi16(__m128i a, int n) {
+    EACH(8) {
+        uint16_t x;
+        memcpy(&x, a.b + 2 * i, 2);
+        x = (uint16_t)(x >> n);
+        memcpy(a.b + 2 * i, &x, 2);
+    }
+    return a;
+}
+
+static inline __m128i _mm_unpacklo_epi8(__m128i a, __m128i b) {
+    __m128i r;
+    EACH(8) {
+        r.b[2 * i] = a.b[i];
+        r.b[2 * i + 1] = b.b[i];
+    }
+    return r;
+}
+
+static inline __m512i _mm512_cvtepi8_epi32(__m128i a) {
+    __m512i r;
+    EACH(16) {
+        int32_t x = (int8_t)a.b[i];
+        memcpy(r.b + 4 * i, &x, 4);
+    }
     return r;
 }
 

@@ -135,14 +135,12 @@ typedef struct trial { /* one linear; data and scales end with their blocks, at 
 
 static void quantise(trial *c) {
     int64_t blocks = c->x.rows * c->x.blocks;
-    c->x.q = exact(blocks * 64);
+    c->x.cells = exact(blocks * (int64_t)sizeof(clb_cell));
     c->x.scale = exact_floats(blocks);
-    c->x.start = exact(blocks * 64);
     for (int64_t r = 0; r < c->x.rows; r++)
         clb_kernels_scalar()->quantize(c->x.x + r * c->x.x_stride, c->x.cols, c->w.format,
-                                       c->x.q + r * c->x.blocks * 64,
-                                       c->x.scale + r * c->x.blocks,
-                                       c->x.start + r * c->x.blocks * 16);
+                                       c->x.cells + r * c->x.blocks,
+                                       c->x.scale + r * c->x.blocks);
 }
 
 static trial random_trial(int format) {
@@ -176,9 +174,8 @@ static void free_trial(trial *c) {
     free(c->data);
     free(c->scales);
     free((void *)c->x.x);
-    free(c->x.q);
+    free(c->x.cells);
     free(c->x.scale);
-    free(c->x.start);
 }
 
 /* All rows at once, rows one by one, and a range of outputs: the bits of the scalar table. */
@@ -202,9 +199,8 @@ static void check_linear(const clb_kernels *t, int format) {
         one.rows = 1;
         one.x += r * c.x.x_stride;
         if (format > CLB_F16) {
-            one.q += r * c.x.blocks * 64;
+            one.cells += r * c.x.blocks;
             one.scale += r * c.x.blocks;
-            one.start += r * c.x.blocks * 16;
         }
         t->linear[format](&c.w, &one, 0, c.w.rows, part, stride);
         expect(same_bits(got + r * stride, part, c.w.rows), t->isa, "one row", format, r,
@@ -228,23 +224,20 @@ static void check_quantize(const clb_kernels *t, const float *x, int64_t n) {
     int64_t blocks = (n + 63) / 64;
     const int32_t formats[] = {CLB_INT4, CLB_INT8};
     for (int f = 0; f < 2; f++) {
-        int8_t *q[2];
+        clb_cell *cells[2];
         float *scale[2];
-        int32_t *start[2];
         const clb_kernels *both[] = {clb_kernels_scalar(), t};
         for (int i = 0; i < 2; i++) {
-            q[i] = exact(blocks * 64);
+            cells[i] = exact(blocks * (int64_t)sizeof(clb_cell));
             scale[i] = exact_floats(blocks);
-            start[i] = exact(blocks * 64);
-            both[i]->quantize(x, n, formats[f], q[i], scale[i], start[i]);
+            both[i]->quantize(x, n, formats[f], cells[i], scale[i]);
         }
-        expect(!memcmp(q[0], q[1], (size_t)blocks * 64), t->isa, "quantize q", f, n, 0);
+        expect(!memcmp(cells[0], cells[1], (size_t)blocks * sizeof(clb_cell)), t->isa,
+               "quantize cells", f, n, 0);
         expect(same_bits(scale[0], scale[1], blocks), t->isa, "quantize scale", f, n, 0);
-        expect(!memcmp(start[0], start[1], (size_t)blocks * 64), t->isa, "start", f, n, 0);
         for (int i = 0; i < 2; i++) {
-            free(q[i]);
+            free(cells[i]);
             free(scale[i]);
-            free(start[i]);
         }
     }
 }
