@@ -2,4 +2,5 @@
 
 from setuptools import setup
 
-setup(cffi_modules=["csrc/build.py:ffi"])
+# The core keeps to Python's stable interface: one wheel serves 3.10 and everything after it.
+setup(cffi_modules=["csrc/build.py:ffi"], options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -18,6 +18,7 @@ from setuptools import build_meta
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 MOST_BYTES = 16 << 20
+TAGS = "-cp310-abi3-"
 WHEEL = re.compile(
     r"colibri/(?:(?:convert/|server/)?\w+\.py|_core\.abi3\.so|demo/__init__\.py|demo/model/[\w.-]+)"
     r"|colibri/server/page/[\w.-]+"
@@ -64,6 +65,8 @@ def build() -> tuple[Path, Path]:
     options = ["--no-build-isolation", "--no-deps", "--wheel-dir", str(DIST)]
     subprocess.run([*pip, "wheel", *options, str(sdist)], check=True)
     (wheel,) = DIST.glob("*.whl")
+    if TAGS not in wheel.name:
+        sys.exit(f"{wheel.name} is for one Python only: {TAGS} is missing from its name")
     return sdist, wheel
 
 
