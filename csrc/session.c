@@ -32,6 +32,7 @@ static float *floats(budget *b, int64_t count, int64_t width) {
 static void take_caches(clb_session *s, budget *b) {
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
+    s->layer_count = m->layer_count;
     s->kv = take(b, m->layer_count, 1, (int64_t)sizeof *s->kv);
     s->index_keys = take(b, m->layer_count, 1, (int64_t)sizeof *s->index_keys);
     s->routes = take(b, m->layer_count, 1, (int64_t)sizeof *s->routes);
@@ -134,7 +135,7 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
 
 void clb_session_free(clb_session *s) {
     if (!s) return;
-    for (int64_t i = 0; i < s->model->layer_count; i++) {
+    for (int64_t i = 0; i < s->layer_count; i++) { /* the model may be gone */
         if (s->kv) free(s->kv[i]);
         if (s->index_keys) free(s->index_keys[i]);
         if (s->routes) free(s->routes[i].expert);

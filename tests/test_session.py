@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from colibri._core import ffi
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model
 from colibri.session import Session
@@ -209,6 +210,16 @@ def test_sessions_do_not_share(model):
         one = first.step_all(PROMPT[at : at + 4])[-1].tobytes()
         two = second.step_all(others[at : at + 4])[-1].tobytes()
     assert (one, two) == (fresh(model, PROMPT)[0], fresh(model, others)[0])
+
+
+def test_a_session_outlives_its_model(demo_container):
+    """The collector frees what is garbage in any order: a session does not look at its model then
+    (`make sanitize` sees whether it does)."""
+    model = Model.open(demo_container, threads=1)
+    session = Session(model, 16, 4)
+    session.step_all([3, 4], "last")
+    ffi.release(model.handle)
+    ffi.release(session.handle)
 
 
 def test_counters(session):
