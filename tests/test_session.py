@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
 from colibri._core import ffi
+
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model
 from colibri.session import Session
