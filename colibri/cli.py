@@ -25,6 +25,9 @@ Exit status: 0 the answer is complete, 1 error, 2 wrong usage,
 RUN_GROUPS = (
     knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
 )  # fmt: skip
+SERVE_GROUPS = (
+    knobs.SERVER, knobs.SAMPLING, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,
+)  # fmt: skip
 _SHORT = {"max_tokens": "-n"}
 _ELSEWHERE = {  # their modules, and the function where it is not `command`
     "chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli",
@@ -194,12 +197,13 @@ def info(model: str | None, as_json: bool) -> int:
 
 @cli.command(cls=Command, short_help="Answer over HTTP, as OpenAI's API does, and on a page.")
 @click.argument("model", required=False)
-@knob_options(knobs.SERVER, knobs.SAMPLING, knobs.MACHINE, knobs.SPECULATION)
+@knob_options(*SERVE_GROUPS, without=["stats"])
 def serve(model: str | None, **values: Any) -> int:
     """Answer over HTTP, as OpenAI's API does; a page to chat and to watch is at /.
 
     MODEL as for `colibri run`. What a request leaves out is as the flags say; docs/api.md says
-    what a request may hold. Ctrl-C ends it, a second one at once. Needs colibri-moe[serve].
+    what a request may hold. Every answer's receipt is a line on stderr, without what was said.
+    Ctrl-C ends it, a second one at once. Needs colibri-moe[serve].
     """
     settings = settings_of(values, model)
     from colibri.serve_cli import serve

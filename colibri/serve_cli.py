@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from colibri.engine import Engine, model_directory
@@ -88,7 +89,7 @@ def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socke
     from colibri.server.app import make_app
     from colibri.server.service import Service
 
-    service = Service(engine)
+    service = Service(engine, lambda text: _tell(terminal, text))
     service.scheduler.start()
     config = uvicorn.Config(
         make_app(service), http="h11", ws="none", loop="asyncio", lifespan="off",
@@ -108,6 +109,12 @@ def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socke
         service.scheduler.close()
         service.scheduler.join(GRACE)
     return Exit.OK
+
+
+def _tell(terminal: Terminal, text: str) -> None:
+    """A line of the log; a log that nobody takes stops no answer."""
+    with suppress(OSError, ValueError):
+        terminal.note(text)
 
 
 def _server(uvicorn: Any, config: Any, service: Service, ready: Callable[[], None]) -> Any:

@@ -64,6 +64,22 @@ def test_serves_and_ends(number):
         assert (process.returncode, out) == (0, "") and "Traceback" not in errors
 
 
+def test_a_line_for_every_answer():
+    """The log has receipts, and not what was said; when nobody reads it the server serves on."""
+    with served("--seed", "1") as (process, url):
+        with urllib.request.urlopen(chat(url, stop=["time"]), timeout=LIMIT) as answer:
+            assert json.load(answer)["choices"][0]["finish_reason"] == "stop"
+        line = process.stderr.readline()
+        assert re.fullmatch(
+            r"\d\d:\d\d:\d\d prompt 11 tokens .*, answer \d+ tokens .*, complete, seed 1\n", line
+        )
+        process.stderr.close()
+        for _ in range(2):
+            with urllib.request.urlopen(chat(url, max_tokens=3), timeout=LIMIT) as answer:
+                assert answer.status == 200
+        process.stderr = None
+
+
 def test_beyond_loopback_needs_a_key(command):
     """Another address without a key is refused, with the knob that gives one."""
     for host in ("0.0.0.0", "::", "192.0.2.1", "example"):

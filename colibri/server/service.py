@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +23,18 @@ DEMO_ID = "colibri-demo"
 
 
 class Service:
-    """One engine and all that serves it. `id` is the model's name in the API."""
+    """One engine and all that serves it. `id` is the model's name in the API.
 
-    def __init__(self, engine: Engine) -> None:
+    `tell` is given a line for every answer, on the engine's thread; it must not fail.
+    """
+
+    def __init__(self, engine: Engine, tell: Callable[[str], None] = lambda text: None) -> None:
         settings = engine.settings
         own = engine.container.directory.resolve().name if settings.model else DEMO_ID
         self.engine = engine
         self.id = settings.model_id or own
         self.metrics = Metrics()
-        self.watch = Watch(engine, self.metrics, self.id)
+        self.watch = Watch(engine, self.metrics, self.id, tell)
         self.scheduler = Scheduler(engine, settings.queue, self.watch)
         self._marks = tools.marks(engine.tokenizer)
         self.metrics.gauge("colibri_active", "Requests being answered.", self._active)

@@ -7,7 +7,8 @@ times a second and only while somebody looks.
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic, perf_counter
+from collections.abc import Callable
+from time import monotonic, perf_counter, strftime
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from colibri.engine import Engine
 from colibri.server.metrics import Metrics
 from colibri.server.scheduler import Job, Outcome
 from colibri.session import Session
+from colibri.stats import line
 
 LOOKED_FOR = 5.0  # seconds a look keeps the collecting alive
 EVERY = 0.25  # seconds between two states
@@ -27,8 +29,10 @@ _DIGITS = "0123456789"
 class Watch:
     """The scheduler's watcher. `state` asks for a fresh one and returns the latest."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, model_id: str) -> None:
-        self.engine, self.metrics, self.model_id = engine, metrics, model_id
+    def __init__(
+        self, engine: Engine, metrics: Metrics, model_id: str, tell: Callable[[str], None]
+    ) -> None:
+        self.engine, self.metrics, self.model_id, self._tell = engine, metrics, model_id, tell
         config = engine.container.config
         # The MTP layer runs rows of its own, so its use is not counted; its slots are.
         count = engine.model.layers if _has_slots(engine) else config.num_hidden_layers
@@ -89,11 +93,12 @@ class Watch:
         }
 
     def ended(self, job: Job, outcome: Outcome) -> None:
-        """Remember the receipt."""
+        """Remember the receipt, and tell it in a line."""
         self._changed, self._taken = True, 0.0
         self.metrics.ended(outcome, perf_counter() - job.asked_at)
         if outcome.receipt and job.turn:
             self._recent.appendleft(_ended(job, outcome))
+            self._tell(f"{strftime('%H:%M:%S')} {line(outcome.receipt)}")
 
     def _warm(self, session: Session) -> None:
         self._heat *= _FADE
