@@ -27,7 +27,7 @@ typedef struct clb_acts { /* S rows of activations, in the form a format's kerne
     const float *x;             /* [rows][x_stride]: float formats read this */
     int64_t x_stride;
     clb_cell *cells; /* [rows][blocks] */
-    float *scale;    /* [rows][blocks] */
+    float *scale;    /* [rows][blocks], and CLB_LANES more that may be read but not used */
 } clb_acts;
 
 /* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4 (offset 8).

@@ -161,6 +161,9 @@ static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
 
 #define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 16 registers */
 
+/* Sixteen registers: a cell held for the next output would cost an accumulator its place. */
+#define CLB_READ_AGAIN __asm__ volatile("" ::: "memory")
+
 #include "tiles.h"
 
 static const clb_kernels table = {.isa = "avx2", CLB_LINEAR_ENTRIES, CLB_NUMERICS_ENTRIES};

@@ -19,10 +19,10 @@ int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t 
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
         a->cells = malloc((size_t)n);
-        a->scale = malloc((size_t)(capacity * blocks) * sizeof *a->scale);
+        a->scale = calloc((size_t)(capacity * blocks + CLB_LANES), sizeof *a->scale);
         if (!a->cells || !a->scale) return CLB_NO_MEMORY;
     }
-    *bytes += 2 * (n + capacity * blocks * 4);
+    *bytes += 2 * (n + (capacity * blocks + CLB_LANES) * 4);
     return CLB_OK;
 }
 

@@ -6,7 +6,7 @@ static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts 
                              clb_error *error) {
     size_t blocks = (size_t)acts->rows * (size_t)acts->blocks;
     acts->cells = malloc(blocks * sizeof *acts->cells);
-    acts->scale = malloc(blocks * sizeof *acts->scale);
+    acts->scale = calloc(blocks + CLB_LANES, sizeof *acts->scale);
     if (!acts->cells || !acts->scale)
         return clb_fail(error, CLB_NO_MEMORY, "no memory for %lld quantised activation rows",
                         (long long)acts->rows);

@@ -9,6 +9,10 @@
 #define CLB_APART static __attribute__((noinline)) /* once a run: not worth a copy in each tile */
 #define CLB_UNROLL _Pragma("GCC unroll 16")
 
+#ifndef CLB_READ_AGAIN /* what keeps a compiler from holding a cell in registers too long */
+#define CLB_READ_AGAIN ((void)0)
+#endif
+
 #ifndef CLB_F16_ONE /* an f16 as a float; some instruction sets have an instruction for it */
 #define CLB_F16_ONE clb_f16_float
 #endif
@@ -105,20 +109,19 @@ CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, int rows, run
 /* ---- quantised weights --------------------------------------------------------------------- */
 
 CLB_INLINE void store_tile(const tile *t, const lanes *acc, int outputs, int rows) {
-    float *y = t->y + t->r * t->y_stride + t->o;
-    if (outputs == SIDE && rows == 1) {
-        float four[SIDE];
-        lanes_fold_four(acc, four);
-        CLB_UNROLL
-        for (int i = 0; i < SIDE; i++)
-            y[i * t->apart] = four[i];
-        return;
-    }
+    float *y = t->y + t->r * t->y_stride + t->o, sum[SIDE * SIDE];
+    int n = 0;
+    CLB_UNROLL
+    for (; n + 4 <= outputs * rows; n += 4)
+        lanes_fold_four(acc + n, sum + n);
+    CLB_UNROLL
+    for (; n < outputs * rows; n++)
+        sum[n] = lanes_fold(acc[n]);
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
         CLB_UNROLL
         for (int j = 0; j < rows; j++)
-            y[j * t->y_stride + i * t->apart] = lanes_fold(acc[i * rows + j]);
+            y[j * t->y_stride + i * t->apart] = sum[i * rows + j];
     }
 }
 
@@ -171,31 +174,32 @@ CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows
 
 /* ---- quantised weights, one scale a block -------------------------------------------------- */
 
-/* out[k] = of * x[k]: a weight scale that covers several blocks. */
+/* out[k] = of * x[k]: a weight scale that covers several blocks. Whole lanes are read and written:
+   past n come other blocks' scales or the activations' padding, overwritten or never used. */
 CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
-    int64_t k = 0;
-    for (; k + CLB_LANES <= n; k += CLB_LANES)
+    for (int64_t k = 0; k < n; k += CLB_LANES)
         lanes_store(out + k, lanes_mul(lanes_splat(&of), lanes_load(x + k)));
-    for (; k < n; k++)
-        out[k] = of * x[k];
 }
 
 /* scale[j][k]: output t->o + i's weight scale times row t->r + j's activation scale, blocks
-   [b, b + n). */
+   [b, b + n). Where each block has its own, sixteen are read while the matrix has so many. */
 CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int half, int rows,
-                             float scale[SIDE][CHUNK]) {
+                             float scale[SIDE][CHUNK + CLB_LANES]) {
     const clb_matrix *w = t->w;
     const float *x = t->x->scale + t->r * t->x->blocks + b;
-    int64_t per = w->group / CLB_BLOCK, at = (t->o + i * t->apart) * w->row_scales + (per > 1 ? b / per : 0);
-    const uint8_t *p = w->scales + (per == 1 ? at + b : at) * (half ? 2 : 4);
-    int64_t k = 0, left = per > 1 ? per - b % per : per ? 1 : n;
-    for (; per == 1 && k + CLB_LANES <= n; k += CLB_LANES, p += CLB_LANES * (half ? 2 : 4)) {
-        lanes of = half ? lanes_load_f16(p) : lanes_load_f32(p);
+    const int64_t size = half ? 2 : 4, per = w->group / CLB_BLOCK; /* blocks a scale; 0: all */
+    const int64_t at = (t->o + i * t->apart) * w->row_scales + (per ? b / per : 0);
+    const int64_t left_in_matrix = w->rows * w->row_scales - at;
+    const uint8_t *p = w->scales + at * size;
+    int64_t k = 0, left = per ? per - b % per : n;
+    for (; per == 1 && k < n && k + CLB_LANES <= left_in_matrix; k += CLB_LANES) {
+        lanes of = half ? lanes_load_f16(p + 2 * k) : lanes_load_f32(p + 4 * k);
         CLB_UNROLL
         for (int j = 0; j < rows; j++)
             lanes_store(scale[j] + k, lanes_mul(of, lanes_load(x + j * t->x->blocks + k)));
     }
-    for (int64_t count; k < n; k += count, left = per, p += half ? 2 : 4) {
+    p += k * size; /* not 0 only when a block is a scale */
+    for (int64_t count; k < n; k += count, left = per, p += size) {
         float of = half ? CLB_F16_ONE(clb_load_u16(p)) : clb_load_f32(p);
         count = left < n - k ? left : n - k;
         CLB_UNROLL
@@ -207,13 +211,15 @@ CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int hal
 /* Blocks [b, b + n) of outputs x rows; `bytes` is block b of output 0, output 1 is `next` away. */
 CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, int64_t b, int64_t n,
                             int32_t format, int outputs, int rows,
-                            float scale[SIDE][SIDE][CHUNK], lanes *acc) {
+                            float scale[SIDE][SIDE][CHUNK + CLB_LANES], lanes *acc) {
     const int64_t blocks = t->x->blocks;
     const clb_cell *cells = t->x->cells + t->r * blocks + b;
     for (int64_t k = 0; k < n; k++) {
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
             packed w = load_block(format, bytes + i * next + k * clb_block_bytes(format));
+            if (format == CLB_INT4 && rows == 1)
+                CLB_READ_AGAIN;
             CLB_UNROLL
             for (int j = 0; j < rows; j++) {
                 lanes d = packed_dot(w, cells + j * blocks + k, format == CLB_INT4);
@@ -225,7 +231,7 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
 
 /* The last block of each output, when bytes of it are missing: from a copy with zeros. */
 CLB_INLINE void cut_block(const tile *t, int32_t format, int outputs, int rows,
-                          float scale[SIDE][SIDE][CHUNK], lanes *acc) {
+                          float scale[SIDE][SIDE][CHUNK + CLB_LANES], lanes *acc) {
     const int64_t row_bytes = t->w->row_bytes, whole = row_bytes / clb_block_bytes(format);
     uint8_t tail[SIDE][CLB_BLOCK] = {{0}};
     for (int i = 0; i < outputs; i++)
@@ -239,7 +245,7 @@ CLB_INLINE void block_tile(const tile *t, int32_t format, int half, int outputs,
     const int64_t row_bytes = t->w->row_bytes, size = clb_block_bytes(format);
     const int64_t whole = row_bytes / size, blocks = t->x->blocks;
     const uint8_t *bytes = t->w->data + t->o * row_bytes;
-    float scale[SIDE][SIDE][CHUNK];
+    float scale[SIDE][SIDE][CHUNK + CLB_LANES];
     lanes acc[SIDE * SIDE];
     CLB_UNROLL
     for (int n = 0; n < outputs * rows; n++)
@@ -249,7 +255,8 @@ CLB_INLINE void block_tile(const tile *t, int32_t format, int half, int outputs,
         for (int i = 0; i < outputs; i++)
             block_scales(t, i, b, n, half, rows, scale[i]);
         if (b < whole)
-            block_steps(t, bytes + b * size, t->apart * row_bytes, b, n, format, outputs, rows, scale, acc);
+            block_steps(t, bytes + b * size, t->apart * row_bytes, b, n, format, outputs, rows,
+                        scale, acc);
         else
             cut_block(t, format, outputs, rows, scale, acc);
     }
@@ -361,7 +368,7 @@ CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format
     static void name(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,          \
                      float *y, int64_t y_stride) {                                                 \
         static const int wide[4] = {__VA_ARGS__};                                                  \
-        linear_tiles((tile){w, x, 0, 1, 0, y, y_stride}, first, last, format, spread, wide);          \
+        linear_tiles((tile){w, x, 0, 1, 0, y, y_stride}, first, last, format, spread, wide);       \
     }
 
 CLB_LINEAR(linear_f32, CLB_F32, 0, TILE_WIDE)

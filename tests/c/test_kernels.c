@@ -136,7 +136,8 @@ typedef struct trial { /* one linear; data and scales end with their blocks, at 
 static void quantise(trial *c) {
     int64_t blocks = c->x.rows * c->x.blocks;
     c->x.cells = exact(blocks * (int64_t)sizeof(clb_cell));
-    c->x.scale = exact_floats(blocks);
+    c->x.scale = exact_floats(blocks + CLB_LANES);
+    memset(c->x.scale, 0, (size_t)(blocks + CLB_LANES) * sizeof *c->x.scale);
     for (int64_t r = 0; r < c->x.rows; r++)
         clb_kernels_scalar()->quantize(c->x.x + r * c->x.x_stride, c->x.cols, c->w.format,
                                        c->x.cells + r * c->x.blocks,
