@@ -7,26 +7,34 @@ forwards and then backwards, so that a machine that changes its pace disturbs al
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from colibri import figures, machine
-from colibri.container import Container, format_of
+from colibri.container import Container
 from colibri.context import dense_bytes, token_bytes
 from colibri.errors import UsageError
 from colibri.figures import Figure, Sample, hash_of, spent
-from colibri.inventory import records_name
 from colibri.limits import Limits
-from colibri.machine import Disk
+from colibri.machine import Disk, record_bytes
 from colibri.memory import RESERVE, budget
-from colibri.model import Model, available_isas
+from colibri.model import PILOT_SLOTS, Model, available_isas
 from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
+from colibri.reading import choose
 from colibri.session import Session
 from colibri.spread import Spread
+from colibri.state import State
 from colibri.trace import Trace, TraceWriter
 
+_PILOTS = {
+    "router": "read ahead by the router", "off": "nothing read ahead",
+    "random": "random experts read ahead", "oracle": "the true experts read ahead",
+}  # fmt: skip
+PILOTS = tuple(_PILOTS)
 SECTIONS = ("machine", "decode", "prefill", "rows", "stream")
 CACHED = {"decode", "prefill", "rows"}  # these need the whole model in memory
 VERSION = 1
@@ -41,17 +49,21 @@ Say = Callable[[str], None]
 class Arm:
     """One way to stream: an io mode, with so many slots a layer or within so many bytes.
 
-    Neither: within what the machine has free, as `colibri run` would.
+    Neither: within what the machine has free, as `colibri run` would. `pilot` reads ahead by the
+    next layer's router, not at all, at random, or with foreknowledge.
     """
 
     io: str
     slots: int | None = None
     ram: int | None = None
+    pilot: str = "router"
 
     def __str__(self) -> str:
         if self.slots is not None and not self.io.startswith("mmap"):
-            return f"{self.io}, {self.slots} slots a layer"
-        return self.io if self.ram is None else f"{self.io} in {self.ram / (1 << 30):.3g} GB"
+            name = f"{self.io}, {self.slots} slots a layer"
+        else:
+            name = self.io if self.ram is None else f"{self.io} in {self.ram / (1 << 30):.3g} GB"
+        return name if self.pilot == "router" else f"{name}, {_PILOTS[self.pilot]}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class Bench:
         self.container = container
         self.request = request
         self.trace: Trace | None = None
+        self._true: np.ndarray | None = None  # i32 [steps, layers, k]: experts of a `_decode`
         self._say = say
         self._figures: dict[str, Figure] = {}
         self._notes: dict[str, None] = {}
@@ -184,15 +197,20 @@ class Bench:
             self._notes["not everything stayed in memory: a cached run read from the disk"] = None
         return replace(sample, limit=limit, details={"cache_bytes_per_token": caches})
 
-    def _decode(self, session: Session, writer: TraceWriter | None = None) -> Sample:
+    def _decode(
+        self,
+        session: Session,
+        writer: TraceWriter | None = None,
+        feed: Iterator[np.ndarray] | None = None,
+    ) -> Sample:
         """The ids from the start, one a step: the first half not timed, the second half timed."""
         count = self.request.tokens
         session.rewind(0)
-        picks = self._walk(session, self._ids[:count], writer)
+        picks = self._walk(session, self._ids[:count], writer, feed)
         first = picks[-1] if self.request.greedy else self._ids[count]
         before, disk = session.counters(), machine.bytes_from_disk()
         begin = time.perf_counter()
-        picks = self._walk(session, [first, *self._ids[count + 1 : 2 * count]], writer)
+        picks = self._walk(session, [first, *self._ids[count + 1 : 2 * count]], writer, feed)
         seconds = time.perf_counter() - begin
         weights, missed = spent(before, session.counters())
         after = machine.bytes_from_disk()
@@ -201,11 +219,19 @@ class Bench:
         return Sample(count, seconds, hash_of(picks, session.last_hidden), weights, missed)
 
     def _walk(
-        self, session: Session, ids: Sequence[int], writer: TraceWriter | None = None
+        self,
+        session: Session,
+        ids: Sequence[int],
+        writer: TraceWriter | None = None,
+        feed: Iterator[np.ndarray] | None = None,
     ) -> list[int]:
-        """One step an id (when greedy: a pick, after the first); returns the likeliest tokens."""
+        """One step an id (when greedy: a pick, after the first); returns the likeliest tokens.
+
+        `feed`: guessed experts for each step, as Model.feed_pilot takes them."""
         picks: list[int] = []
         for given in ids:
+            if feed is not None:
+                session.model.feed_pilot(next(feed))
             token = picks[-1] if self.request.greedy and picks else given
             picks.append(int(session.step_all([token], "last")[0].argmax()))
             if writer:
@@ -251,11 +277,14 @@ class Bench:
         session = Session(model, 2 * self.request.tokens + 2 * _SETTLE, _STREAM_ROWS)
         plan = self._plan(arm, model, session, room)
         self._notes.update(dict.fromkeys(plan.notes))
-        model.set_residency(plan.io, plan.slots_per_layer)
+        feed = self._guesses(arm, session, plan)
+        pilot = "off" if not plan.pilot else "router" if feed is None else "fed"
+        model.set_residency(plan.io, plan.slots_per_layer, pilot)
         evict(shard.path for shard in self.container.shards)
         compute = self._same_token_seconds(session)
         writer = TraceWriter(session) if self.trace is None else None
-        sample = self._decode(session, writer)
+        before = session.counters()
+        sample = self._decode(session, writer, feed)
         self.trace = writer.trace() if writer else self.trace
         again = self._limits.disk_rate()  # one reading may be far off: the better of two
         disk = max(disk, again) if disk and again else disk
@@ -265,6 +294,9 @@ class Bench:
         }  # fmt: skip
         limit = figures.stream_limit(sample.read_bytes / sample.tokens, disk, compute)
         details = {"compute_seconds_per_token": compute, "disk_bytes_per_second": disk or 0.0}
+        for name in ("pilot_reads", "pilot_useful"):
+            total = session.counters()[name] - before[name]
+            details[f"{name}_per_token"] = total / (2 * sample.tokens)
         details["resident_bytes"] = float(machine.resident_bytes() or 0)
         sample = replace(sample, limit=limit, details=details)
         self._add("stream", f"stream {arm}", facts, "disk or compute", sample)
@@ -275,7 +307,7 @@ class Bench:
         if arm.slots is not None and arm.io != "auto":
             mapped = arm.io.startswith("mmap")
             slots = 0 if mapped else min(arm.slots, config.n_routed_experts)
-            return Plan(arm.io, slots, 0, room)
+            return Plan(arm.io, slots, 0, room, pilot=slots > 0 and arm.pilot != "off")
         demand = Demand(
             dense=model.dense_bytes,
             session=session.bytes,
@@ -284,8 +316,28 @@ class Bench:
             layers=sum(self.container.sparse[: config.num_hidden_layers]),
             slot=model.slot_bytes(),
             experts_per_token=config.num_experts_per_tok,
+            spares=0 if arm.pilot == "off" else PILOT_SLOTS,
         )
-        return make_plan(demand, room, arm.io, RESERVE)
+        forgetful = State(None, self._say)
+        return make_plan(demand, room, arm.io, RESERVE, lambda: choose(self.container, forgetful))
+
+    def _guesses(self, arm: Arm, session: Session, plan: Plan) -> Iterator[np.ndarray] | None:
+        """What to feed a pilot before each step of `_decode`; None when it guesses itself."""
+        if arm.pilot not in ("random", "oracle") or not plan.pilot:
+            return None
+        config, steps = self.container.config, 2 * self.request.tokens
+        shape = (steps, config.num_hidden_layers, config.num_experts_per_tok)
+        if arm.pilot == "random":
+            draw = np.random.default_rng(self.request.seed)
+            return iter(draw.integers(0, config.n_routed_experts, shape, np.int32))
+        if self._true is None:
+            session.model.set_residency(plan.io, plan.slots_per_layer)
+            writer = TraceWriter(session)
+            self._decode(session, writer)
+            trace = writer.trace()
+            self._true = np.full(shape, -1, np.int32)
+            self._true[:, trace.layers] = trace.experts
+        return iter(self._true)
 
     def _same_token_seconds(self, session: Session) -> float:
         """Seconds a token when no expert is missing: one token, over and over."""
@@ -336,15 +388,3 @@ def describe_model(container: Container) -> dict[str, Any]:
         "experts_per_token": config.num_experts_per_tok,
         "products_per_token": figures.products_per_token(container),
     }
-
-
-def record_bytes(container: Container) -> int:
-    """Bytes of one routed expert of a main layer as it is read; 0 for a model without any."""
-    config = container.config
-    for layer, sparse in enumerate(container.sparse[: config.num_hidden_layers]):
-        if sparse:
-            records = container.tensors.get(records_name(layer))
-            if records is not None:
-                return records.shape[1]
-            return sum(format_of(m).nbytes(m.rows, m.cols) for m in container.expert(layer, 0))
-    return 0

@@ -55,6 +55,7 @@ class Size(click.ParamType):
             self.fail(f"{value!r}; expected {kind.expects}", param, ctx)
 
 
+PILOT_WORDS = ("router", "off", "random", "oracle")
 SECTION_WORDS = ("machine", "decode", "prefill", "rows", "stream")
 _COUNT = click.IntRange(min=1)
 
@@ -94,6 +95,13 @@ _COUNT = click.IntRange(min=1)
     type=Items(Size()),
     metavar="GB,GB",
     help="Stream within so much memory. [default: what is free, cgroup included]",
+)
+@click.option(
+    "--pilot",
+    type=Items(click.Choice(PILOT_WORDS)),
+    default="router",
+    show_default=True,
+    help="Experts read ahead while streaming: as run does, none, random ones, or the true ones.",
 )
 @click.option(
     "--ids",
@@ -160,7 +168,7 @@ def request_of(options: dict[str, Any]) -> "Request":
     return Request(
         threads=options["threads"] or tuple(dict.fromkeys((1, physical_cores()))),
         sections=sections,
-        arms=arms_of(options["io"], options["slots"], options["ram"]),
+        arms=arms_of(options["io"], options["slots"], options["ram"], options["pilot"]),
         chunk=options["chunk"],
         cached_io=options["cached_io"],
         isa=options["isa"],
@@ -173,9 +181,12 @@ def request_of(options: dict[str, Any]) -> "Request":
 
 
 def arms_of(
-    modes: Sequence[str], slots: Sequence[int] | None, ram: Sequence[int] | None
+    modes: Sequence[str],
+    slots: Sequence[int] | None,
+    ram: Sequence[int] | None,
+    pilots: Sequence[str] = ("router",),
 ) -> "tuple[Arm, ...]":
-    """Every mode with every number of slots, or within every amount of memory."""
+    """Every mode with every number of slots, or within every amount of memory, by every pilot."""
     from colibri.bench import Arm
 
     if slots and ram:
@@ -183,9 +194,11 @@ def arms_of(
     if slots and "auto" in modes:
         raise UsageError("--slots needs --io buffered or direct: auto finds the slots itself")
     if slots:
-        arms = [Arm(io, None if io == "mmap" else n) for n, io in product(slots, modes)]
+        several = product(slots, modes, pilots)
+        arms = [Arm(io) if io == "mmap" else Arm(io, n, pilot=by) for n, io, by in several]
     else:
-        arms = [Arm(io, ram=size) for size, io in product(ram or (None,), modes)]
+        several = product(ram or (None,), modes, pilots)
+        arms = [Arm(io, ram=size, pilot=by) for size, io, by in several]
     return tuple(dict.fromkeys(arms))
 
 

@@ -22,10 +22,12 @@ from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, budget, physical_cores
-from colibri.model import Model
+from colibri.model import PILOT_SLOTS, Model
 from colibri.plan import Demand, Plan, make_plan
+from colibri.reading import choose
 from colibri.sampling import Sampler, SamplingParams
 from colibri.session import Session
+from colibri.state import State
 from colibri.tokenizer import Tokenizer
 from colibri.turn import Progress, Turn
 from colibri.verification import Mode
@@ -114,8 +116,11 @@ class Engine:
         quarter = (memory.bytes - model.dense_bytes - RESERVE) // 4
         fit = max(1, min(4, quarter // engine.slot.session.bytes))
         engine.conversations = conversations or fit
-        engine.plan = make_plan(engine.demand(), memory.bytes, settings.io, RESERVE)
-        pilot = "router" if settings.spec else "off"
+        state = State(settings.state, lambda text: None)  # what is not kept is measured again
+        engine.plan = make_plan(
+            engine.demand(), memory.bytes, settings.io, RESERVE, lambda: choose(container, state)
+        )
+        pilot = "router" if engine.plan.pilot else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
         return engine
@@ -138,6 +143,7 @@ class Engine:
             slot=self.model.slot_bytes(),
             mtp_slot=self.model.slot_bytes(mtp=True) if self.model.has_mtp else 0,
             experts_per_token=config.num_experts_per_tok,
+            spares=PILOT_SLOTS if self.settings.spec else 0,
         )
 
     def new_slot(self) -> Slot:

@@ -75,9 +75,13 @@ class Figure:
 
 
 def spent(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
-    """(weight bytes touched, bytes read) between two readings of a session's counters."""
+    """(weight bytes touched, bytes that were missing) between two readings of a session's counters.
+
+    What a pilot read and the step then asked for was missing; what it read in vain was not."""
     kinds = ("expert_bytes", "dense_bytes", "head_bytes")
-    return sum(after[k] - before[k] for k in kinds), after["read_bytes"] - before["read_bytes"]
+    change = {name: after[name] - before[name] for name in after}
+    guessed = change["pilot_useful"] * change["expert_bytes"] // max(1, change["expert_uses"])
+    return sum(change[k] for k in kinds), change["read_bytes"] + guessed
 
 
 def hash_of(picks: list[int], values: np.ndarray) -> str:

@@ -200,7 +200,8 @@ KNOBS = (
          "what is free, cgroup limits included", MACHINE, also=("RAM_GB",)),
     Knob("io", "--io", Choice(("auto", "mmap", "buffered", "direct")),
          "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
-         "last used within --ram; auto takes what fits. The text does not depend on it.",
+         "last used within --ram; auto takes what fits, by the way that is fastest on this disk, "
+         "measured once. The text does not depend on it.",
          "auto", MACHINE, default="auto"),
     Knob("warm", "--warm", Switch(),
          "Begin with the experts that were in memory when this model last ended, where --io keeps "
@@ -223,8 +224,9 @@ KNOBS = (
          "How drafts are verified when sampling (docs/speculation.md).", "coupled", SPECULATION,
          default="coupled"),
     Knob("spec", "--spec", Switch(),
-         "Read experts ahead, from an idle disk, as the next layer's router guesses them.",
-         "off", SPECULATION, default=False, also=("SPEC",), off="--no-spec"),
+         "Read experts ahead, from an idle disk, as the next layer's router guesses them; it rests "
+         "while its guesses are wrong.",
+         "on", SPECULATION, default=True, also=("SPEC",), off="--no-spec"),
     Knob("host", "--host", Text(metavar="ADDRESS"),
          "Address to listen on. Beyond loopback (0.0.0.0: every interface) --api-key is required.",
          "127.0.0.1", SERVER, default="127.0.0.1"),
@@ -313,7 +315,7 @@ class Settings:
     draft: int | None = None
     mtp: bool = True
     mode: str = "coupled"
-    spec: bool = False
+    spec: bool = True
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None

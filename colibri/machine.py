@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri._core import ffi, lib
-from colibri.container import Container
+from colibri.container import Container, format_of
 from colibri.errors import CoreError, UsageError
 from colibri.inventory import records_name
 from colibri.memory import available, physical_cores
@@ -98,6 +98,18 @@ class DiskWay:
         }
 
 
+def record_bytes(container: Container) -> int:
+    """Bytes of one routed expert of a main layer as it is read; 0 for a model without any."""
+    config = container.config
+    for layer, sparse in enumerate(container.sparse[: config.num_hidden_layers]):
+        if sparse:
+            records = container.tensors.get(records_name(layer))
+            if records is not None:
+                return records.shape[1]
+            return sum(format_of(m).nbytes(m.rows, m.cols) for m in container.expert(layer, 0))
+    return 0
+
+
 class Disk:
     """Reads of randomly chosen expert records of one container, none of them cached.
 
@@ -139,10 +151,15 @@ class Disk:
             ]
         return found[2:6] if quick else found
 
+    def places(self, size: int) -> list[int]:
+        """Where randomly chosen records of about so many bytes begin."""
+        count = min(len(self._places), max(4, size // self.record_bytes))
+        return self._random.sample(self._places, count)
+
     def measure(self, way: DiskWay, size: int = DISK_BYTES) -> float | None:
         """Bytes a second over about `size` bytes of records; None when direct reads are refused."""
-        count = min(len(self._places), max(4, size // self.record_bytes))
-        places = ffi.new("int64_t[]", self._random.sample(self._places, count))
+        found = self.places(size)
+        places, count = ffi.new("int64_t[]", found), len(found)
         path = ffi.new("char[]", os.fsencode(self.path))
         plan = ffi.new("clb_disk_plan *")
         plan.path, plan.offsets, plan.records = path, places, count

@@ -1,5 +1,6 @@
 """What goes where: how a memory budget is divided between weights, caches and expert slots."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.errors import UsageError
@@ -20,6 +21,7 @@ class Demand:
     slot: int  # one expert slot of a main layer
     mtp_slot: int = 0  # one of the MTP layer's; 0 when it is not loaded
     experts_per_token: int = 1
+    spares: int = 0  # slots of a main layer that the pilot asks for
 
     @property
     def slot_round(self) -> int:
@@ -36,11 +38,19 @@ class Plan:
     footprint: int
     budget: int
     notes: tuple[str, ...] = ()
+    pilot: bool = False  # whether there are experts to guess, and spare slots for them
 
 
-def make_plan(demand: Demand, budget: int, io: str = "auto", reserve: int = 0) -> Plan:
+def make_plan(
+    demand: Demand,
+    budget: int,
+    io: str = "auto",
+    reserve: int = 0,
+    streamed: Callable[[], str] = lambda: "direct",
+) -> Plan:
     """Divide `budget` bytes; `reserve` of them stay with Python and the tokenizer.
 
+    With io "auto", `streamed` says how experts are best read when not all of them stay in memory.
     UsageError when the dense part and the session do not fit, or not one slot a layer remains.
     """
     fixed = demand.dense + demand.session + reserve
@@ -51,8 +61,8 @@ def make_plan(demand: Demand, budget: int, io: str = "auto", reserve: int = 0) -
             f"{_size(reserve)} for the process do not fit {_size(budget)}; "
             "give more memory with --ram or a smaller --ctx"
         )
-    fits = min(left // demand.slot_round, demand.experts) if demand.slot_round else 0
-    mode = _choose(demand, left, fits) if io == "auto" else io
+    fits, spare = _slots(demand, left)
+    mode = _choose(demand, left, fits, streamed) if io == "auto" else io
     if mode == "mmap":
         tight = left < demand.container - demand.dense
         return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget, ())
@@ -61,18 +71,32 @@ def make_plan(demand: Demand, budget: int, io: str = "auto", reserve: int = 0) -
             f"{_size(left)} are left for experts and one slot in each of {demand.layers} layers "
             f"needs {_size(demand.slot_round)}; give more memory with --ram or use --io mmap"
         )
-    return Plan(mode, fits, fixed + fits * demand.slot_round, budget, _notes(demand, fits))
+    footprint = fixed + fits * demand.slot_round + spare
+    return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
 
 
-def _choose(demand: Demand, left: int, fits: int) -> str:
+def _slots(demand: Demand, left: int) -> tuple[int, int]:
+    """Slots a layer, and bytes of spare ones: none where all experts or hardly any have one."""
+    if not demand.slot_round:
+        return 0, 0
+    spare = demand.spares * demand.slot
+    alone = left // demand.slot_round
+    if alone >= demand.experts or left - spare < demand.slot_round:
+        return min(alone, demand.experts), 0
+    return (left - spare) // demand.slot_round, spare
+
+
+def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -> str:
     """Mapped when everything fits twice or there is nothing to stream; else slots of our own."""
     if not demand.slot_round or demand.container < _GIB // 4:
         return "mmap"
     if fits < 1:
         return "mmap"
     whole = demand.experts * demand.slot_round
+    if fits < demand.experts:
+        return streamed()
     # A second copy in the page cache makes the next start warm; without room for it, go past it.
-    return "buffered" if fits == demand.experts and left > 2 * whole else "direct"
+    return "buffered" if left > 2 * whole else "direct"
 
 
 def _notes(demand: Demand, slots: int) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def _announce(terminal: Terminal, engine: Engine) -> None:
     notes = list(engine.container.notes)
     if engine.plan:
         notes += engine.plan.notes
-        if settings.spec and engine.plan.io.startswith("mmap"):
+        if settings.spec and "spec" in settings.given and engine.plan.io.startswith("mmap"):
             notes.append("--spec has no effect: all experts are left to the page cache")
     if settings.thinking is not None and not template.has_thinking_switch:
         notes.append("this model's chat template has no thinking switch: --think has no effect")

@@ -84,6 +84,7 @@ int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots_per_
 /* The pilot reads guessed experts of the next layer into spare slots while the disk is idle. ROUTER
    guesses with the next layer's router; FED takes guesses from clb_model_feed_pilot. */
 enum { CLB_PILOT_OFF, CLB_PILOT_ROUTER, CLB_PILOT_FED };
+enum { CLB_PILOT_SLOTS = 4 }; /* spare slots: what a disk reads during one attention */
 /* guesses: [layers][count] expert ids of the main layers, for the next steps; -1: none. */
 int32_t clb_model_feed_pilot(clb_model *model, const int32_t *guesses, int64_t count,
                              clb_error *error);

@@ -121,6 +121,7 @@ struct clb_session {
     uint64_t *index_order;             /* [threads][context] */
     float *gate, *up;                  /* [mlp_rows][widest of the MLPs] */
     float *router;                     /* [max_rows][experts] */
+    float *shared;                     /* [max_rows][hidden] the shared expert's */
     float *pair_out;                   /* [pair_rows][hidden] */
     clb_pair *pairs;                   /* [max_rows * experts_per_token] */
     struct clb_lease *leases;          /* [experts] */

@@ -117,12 +117,13 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error
     clb_slots *p = clb_pool_of(m->residency, lease->layer);
     int32_t i;
     while ((i = clb_slots_take(p)) == CLB_NONE)
-        if (!clb_load_take_in(m, true, error))
+        if (!clb_load_take_in(m, true))
             return clb_fail(error, CLB_NO_MEMORY, "layer %d has no free expert slot", lease->layer);
     const clb_slot *out = &p->slots[i];
     if (out->layer != CLB_NONE) *clb_where(m, out->layer, out->expert) = CLB_NONE;
     *clb_where(m, lease->layer, lease->expert) = i;
     clb_load_start(m, p, i, lease->layer, lease->expert, step);
+    m->residency->pilot.quiet = 0; /* experts are missing: guesses may be of use */
     lease->slot = i;
     return CLB_OK;
 }
@@ -228,19 +229,29 @@ static int64_t refresh(clb_model *m, clb_lease *leases, int64_t n) {
     return newly;
 }
 
+static int32_t report(clb_model *m, clb_error *error) {
+    const clb_error *fault = &m->residency->fault;
+    return clb_fail(error, CLB_IO, "%s", fault->code ? fault->text : "a read failed");
+}
+
 int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
                            clb_counters *counters, clb_error *error) {
-    clb_load_take_in(m, false, error);
+    clb_load_take_in(m, false);
     int64_t newly = refresh(m, leases, n);
-    if (newly || !block) return newly < 0 ? CLB_IO : CLB_OK;
+    if (newly < 0) return report(m, error);
+    if (newly || !block) return CLB_OK;
     int64_t begin = clb_now_ns();
     while (newly == 0) {
-        if (!clb_load_take_in(m, true, error))
+        if (!clb_load_take_in(m, true))
             return clb_fail(error, CLB_IO, "the system lost a read of an expert's weights");
         newly = refresh(m, leases, n);
     }
     counters->read_wait_ns += clb_now_ns() - begin;
-    return newly < 0 ? CLB_IO : CLB_OK;
+    return newly < 0 ? report(m, error) : CLB_OK;
+}
+
+void clb_residency_poll(clb_model *m) {
+    if (m->residency->reader) clb_load_take_in(m, false);
 }
 
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n) {
@@ -319,7 +330,7 @@ int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error 
             clb_slots_touch(clb_pool_of(m->residency, lease.layer), lease.slot);
         clb_residency_release(m, &lease, 1);
     }
-    while (!code && clb_load_take_in(m, true, error)) continue;
+    while (!code && clb_load_take_in(m, true)) continue;
     pthread_mutex_unlock(&m->step);
     return code;
 }

@@ -42,13 +42,13 @@ void clb_load_pump(clb_model *m) {
 }
 
 /* Takes in one finished read. A short or failed one is read again through the page cache. */
-static void settle(clb_model *m, const clb_read *read, clb_error *error) {
+static void settle(clb_model *m, const clb_read *read) {
     clb_residency *r = m->residency;
     int32_t i = read->tag;
     clb_slot *s = r->read_slot[i];
     int64_t got = read->result > 0 ? read->result : 0, needed = r->read_needed[i];
     if (got < needed && clb_shard_read(&m->shards[r->read_shard[i]], read->offset + got,
-                                       needed - got, read->out + got, error))
+                                       needed - got, read->out + got, &r->fault))
         s->failed = true;
     s->reads_left--;
     r->free_reads[r->free_count++] = i;
@@ -60,12 +60,12 @@ int64_t clb_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-bool clb_load_take_in(clb_model *m, bool wait, clb_error *error) {
+bool clb_load_take_in(clb_model *m, bool wait) {
     clb_residency *r = m->residency;
     clb_load_pump(m);
     const clb_read *read = clb_reader_next(r->reader, wait);
     if (!read) return false;
-    do settle(m, read, error);
+    do settle(m, read);
     while ((read = clb_reader_next(r->reader, false)));
     clb_load_pump(m);
     return true;

@@ -1,6 +1,6 @@
-/* The mixture of experts: each distinct expert runs once over all the rows that chose it, those in
-   memory first, the others as they arrive. A row's experts are added in ascending id, whatever
-   order they were computed in. */
+/* The mixture of experts: each distinct expert runs once over all the rows that chose it, the shared
+   one and those in memory first, the others as they arrive. A row's experts are added in ascending
+   id, the shared one last, whatever order they were computed in. */
 #include <string.h>
 #include "experts.h"
 
@@ -17,6 +17,7 @@ typedef struct batch { /* runs [first, last) of the layer: what the pair buffers
 typedef struct moe_job {
     clb_session *s;
     const clb_layer *layer;
+    int64_t rows;
     clb_lease *leases;     /* [runs of the layer] */
     clb_run *runs;
     int64_t run_count, base; /* base: first pair of the batch */
@@ -161,6 +162,7 @@ static void compute_active(moe_job *job) {
     clb_parallel(m->pool, job->active_pair_count, 4, gather_pairs, job);
     job->units = (c->moe_intermediate + UNIT - 1) / UNIT;
     clb_parallel(m->pool, job->active_count * 2 * job->units, 1, gate_and_up, job);
+    clb_residency_poll(job->s->model);
     clb_parallel(m->pool, job->active_pair_count, 4, swiglu_pairs, job);
     job->units = (c->hidden + UNIT - 1) / UNIT;
     clb_parallel(m->pool, job->active_count * job->units, 1, down, job);
@@ -171,6 +173,7 @@ static int32_t run_batch(moe_job *job, clb_error *error) {
     const clb_config *c = &s->model->config;
     int64_t n = job->batch.last - job->batch.first, done = 0;
     int64_t pairs = job->runs[job->batch.last - 1].last - job->base;
+    if (job->batch.first == 0 && c->shared_experts) clb_mlp(s, job->layer, job->rows, s->shared);
     clb_input_set(&s->in_pairs, s->pair_out, c->hidden, pairs, c->hidden);
     clb_input_set(&s->in_inner, s->gate, c->moe_intermediate, pairs, c->moe_intermediate);
     for (;;) {
@@ -256,14 +259,12 @@ static int32_t run_batches(moe_job *job, int64_t number, clb_error *error) {
 int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error) {
     const clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
-    moe_job job = {.s = s, .layer = layer, .leases = s->leases, .runs = s->runs,
+    moe_job job = {.s = s, .layer = layer, .rows = n, .leases = s->leases, .runs = s->runs,
                    .active = s->active_runs, .active_pairs = s->active_pairs};
     make_runs(&job, number, n);
     memset(s->branch, 0, (size_t)(n * hidden) * sizeof *s->branch);
     clb_input_form(m, &s->in_mlp, layer->experts[0].gate.format);
     int32_t code = run_batches(&job, number, error);
-    if (code || !m->config.shared_experts) return code;
-    clb_mlp(s, layer, n, s->pair_out);
-    m->kernels->add(s->pair_out, s->branch, n * hidden);
-    return CLB_OK;
+    if (!code && m->config.shared_experts) m->kernels->add(s->shared, s->branch, n * hidden);
+    return code;
 }

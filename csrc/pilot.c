@@ -1,15 +1,35 @@
 /* Router lookahead. A layer's output is nearly the next layer's router input (only that layer's
    attention is missing), so its router already names most of the experts that will be asked for.
-   Guesses go to spare slots: they evict nothing, and are read only when nothing else is. */
+   The surest guesses go to spare slots: they evict nothing, and are read only when nothing else is.
+   A wrong one costs the disk what a right one saves, so a rank that is wrong too often rests. */
 #include <stdlib.h>
 #include <string.h>
 #include "residency.h"
 
 enum {
-    MOST_ROWS = 8,    /* with more rows the union is most of the layer, and guessing is moot */
-    TRIAL = 32,       /* guesses judged before the pilot itself is */
-    PAUSE_STEPS = 64, /* steps without guesses after a trial that did not pay */
+    MOST_ROWS = 8,     /* with more rows the union is most of the layer, and guessing is moot */
+    LATEST = 8,        /* guesses of a rank that its worth is the mean of, roughly */
+    FIRST_GAP = 8,     /* hints between two tries of a rank that rests, doubled by every failure */
+    LAST_GAP = 64,
+    QUIET = 6,         /* with nothing to read, one hint in 2^QUIET looks again */
 };
+
+static const float WORTH = 0.2f; /* a rank is read above this: three of five were asked for */
+
+/* ---- how far each rank is trusted ------------------------------------------------------------ */
+
+static bool may_read(const clb_pilot *p, int32_t rank) {
+    return p->trust[rank].worth > WORTH || p->hints >= p->trust[rank].next;
+}
+
+static void judge(clb_pilot *p, int32_t rank, bool useful) {
+    clb_trust *t = &p->trust[rank];
+    t->worth += ((useful ? 1.0f : -1.0f) - t->worth) / LATEST;
+    t->gap = useful || t->gap < FIRST_GAP ? FIRST_GAP : t->gap < LAST_GAP ? 2 * t->gap : LAST_GAP;
+    t->next = p->hints + t->gap;
+}
+
+/* ---- guesses that are there ------------------------------------------------------------------- */
 
 static bool stage_holds(const clb_slot *s, int32_t layer, int32_t expert) {
     return s->layer == layer && s->expert == expert && !s->failed;
@@ -31,8 +51,7 @@ int32_t clb_pilot_adopt(clb_model *m, int32_t layer, int32_t expert) {
         r->pilot.stage[i] = victim;
         clb_slots_link(p, guess);
         *clb_where(m, layer, expert) = guess;
-        r->pilot.useful++;
-        r->pilot.settled++;
+        judge(&r->pilot, r->pilot.rank[i], true);
         return guess;
     }
     return CLB_NONE;
@@ -44,30 +63,33 @@ static void expire(clb_residency *r, int64_t next_layer) {
         clb_slot *s = &r->pools[0].slots[r->pilot.stage[i]];
         if (s->layer == CLB_NONE || s->layer == next_layer || s->reads_left) continue;
         s->layer = s->expert = CLB_NONE;
-        r->pilot.settled++;
+        judge(&r->pilot, r->pilot.rank[i], false);
     }
 }
 
-/* After TRIAL guesses fewer than half of which were asked for, the pilot rests. */
-static void judge(clb_pilot *p, int64_t step) {
-    if (p->settled < TRIAL) return;
-    if (2 * p->useful < p->settled) p->resume_step = step + PAUSE_STEPS;
-    p->useful = p->settled = 0;
+static bool held(const clb_model *m, int32_t layer, int32_t expert) {
+    const clb_residency *r = m->residency;
+    if (*clb_where(m, layer, expert) != CLB_NONE) return true;
+    for (int i = 0; i < CLB_PILOT_SLOTS; i++)
+        if (stage_holds(&r->pools[0].slots[r->pilot.stage[i]], layer, expert)) return true;
+    return false;
 }
 
-static void read_guess(clb_session *s, int32_t layer, int32_t expert) {
-    clb_model *m = s->model;
-    clb_residency *r = m->residency;
-    int32_t free_slot = CLB_NONE;
-    if (expert < 0 || *clb_where(m, layer, expert) != CLB_NONE) return;
+/* ---- guesses to be read ------------------------------------------------------------------------ */
+
+/* False: no spare slot is free. */
+static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t rank) {
+    clb_residency *r = s->model->residency;
     for (int i = 0; i < CLB_PILOT_SLOTS; i++) {
-        const clb_slot *held = &r->pools[0].slots[r->pilot.stage[i]];
-        if (stage_holds(held, layer, expert)) return;
-        if (held->layer == CLB_NONE && held->reads_left == 0) free_slot = r->pilot.stage[i];
+        const clb_slot *slot = &r->pools[0].slots[r->pilot.stage[i]];
+        if (slot->layer != CLB_NONE || slot->reads_left) continue;
+        r->pilot.rank[i] = rank;
+        r->pilot.trust[rank].next = r->pilot.hints + r->pilot.trust[rank].gap;
+        clb_load_start(s->model, &r->pools[0], r->pilot.stage[i], layer, expert, s->step_id);
+        s->counters.pilot_reads++;
+        return true;
     }
-    if (free_slot == CLB_NONE) return;
-    clb_load_start(m, &r->pools[0], free_slot, layer, expert, s->step_id);
-    s->counters.pilot_reads++;
+    return false;
 }
 
 /* The next layer's router on this layer's output: guesses in s->routes[layer], for now. */
@@ -79,26 +101,58 @@ static void guess_by_router(clb_session *s, int64_t layer, int64_t rows) {
     clb_route_rows(s, next, layer, rows);
 }
 
+/* The surest guess that is not in memory yet, by the router's choice of any row; CLB_NONE: no more.
+   */
+static int32_t surest(const clb_session *s, int64_t layer, int64_t rows) {
+    const clb_config *c = &s->model->config;
+    const float *bias = s->model->layers[layer].v[CLB_ROUTER_BIAS];
+    int64_t k = c->experts_per_token;
+    int32_t best = CLB_NONE;
+    float most = 0.0f;
+    for (int64_t i = 0; i < rows * k; i++) {
+        int32_t e = s->routes[layer].expert[i];
+        float choice = s->router[i / k * c->experts + e] + bias[e];
+        if ((best != CLB_NONE && !(choice > most)) || held(s->model, (int32_t)layer, e)) continue;
+        best = e;
+        most = choice;
+    }
+    return best;
+}
+
+static int32_t next_fed(const clb_model *m, int64_t layer) {
+    const clb_pilot *p = &m->residency->pilot;
+    for (int64_t i = 0; p->fed && i < p->fed_count; i++) {
+        int32_t e = p->fed[layer * p->fed_count + i];
+        if (e >= 0 && !held(m, (int32_t)layer, e)) return e;
+    }
+    return CLB_NONE;
+}
+
+static void read_guesses(clb_session *s, int64_t layer, int64_t rows) {
+    clb_pilot *p = &s->model->residency->pilot;
+    bool routed = p->mode == CLB_PILOT_ROUTER;
+    if (routed) guess_by_router(s, layer, rows);
+    p->quiet++;
+    for (int32_t rank = 0; rank < CLB_PILOT_SLOTS && may_read(p, rank); rank++) {
+        int32_t e = routed ? surest(s, layer, rows) : next_fed(s->model, layer);
+        if (e == CLB_NONE || !read_guess(s, (int32_t)layer, e, rank)) break;
+        p->quiet = 0;
+    }
+    clb_load_pump(s->model);
+}
+
 void clb_pilot_hint(clb_session *s, int64_t layer, int64_t rows) {
     clb_model *m = s->model;
     clb_residency *r = m->residency;
-    int64_t k = m->config.experts_per_token, guesses = rows * k;
-    if (!r->pilot.mode || r->pools[0].count == 0 || rows > MOST_ROWS ||
-        layer >= m->config.layers || !m->layers[layer].sparse)
+    clb_pilot *p = &r->pilot;
+    if (!p->mode || r->pools[0].count == 0 || rows > MOST_ROWS || layer >= m->config.layers ||
+        !m->layers[layer].sparse)
         return;
-    clb_load_take_in(m, false, NULL);
+    clb_load_take_in(m, false);
     expire(r, layer);
-    judge(&r->pilot, s->step_id);
-    if (s->step_id < r->pilot.resume_step || !clb_load_idle(r)) return;
-    const int32_t *ids = s->routes[layer].expert;
-    if (r->pilot.mode == CLB_PILOT_ROUTER) {
-        guess_by_router(s, layer, rows);
-    } else {
-        ids = r->pilot.fed ? r->pilot.fed + layer * r->pilot.fed_count : NULL;
-        guesses = r->pilot.fed_count;
-    }
-    for (int64_t i = 0; ids && i < guesses; i++) read_guess(s, (int32_t)layer, ids[i]);
-    clb_load_pump(m);
+    p->hints++;
+    bool look = p->hints % (1 << (p->quiet < QUIET ? p->quiet : QUIET)) == 0;
+    if (look && may_read(p, 0) && clb_load_idle(r)) read_guesses(s, layer, rows);
 }
 
 int32_t clb_model_feed_pilot(clb_model *m, const int32_t *guesses, int64_t count,

@@ -6,17 +6,23 @@
 #include "slots.h"
 
 enum {
-    CLB_READS = 256,     /* reads in flight at most */
-    CLB_PILOT_SLOTS = 8, /* guesses held at once */
+    CLB_READS = 256, /* reads in flight at most */
 };
+
+typedef struct clb_trust { /* in guesses of one rank: rank 0 is the surest of a layer */
+    float worth;       /* mean of the latest: +1 for one that was asked for, -1 for one that was not */
+    int64_t gap, next; /* while it is not worth it: hints between two tries, and the next one */
+} clb_trust;
 
 typedef struct clb_pilot { /* guesses about the next layer's experts */
     int32_t mode;
     int32_t stage[CLB_PILOT_SLOTS]; /* spare slots of the main pool */
-    int32_t *fed;                   /* [layers][fed_count] guesses given from outside */
+    int32_t rank[CLB_PILOT_SLOTS];  /* of the guess in each */
+    clb_trust trust[CLB_PILOT_SLOTS]; /* by rank */
+    int64_t hints;                  /* layers it was asked about */
+    int64_t quiet;                  /* of those, the latest without an expert to read */
+    int32_t *fed;                   /* [layers][fed_count] guesses given from outside, surest first */
     int64_t fed_count;
-    int64_t useful, settled;        /* guesses that were asked for; all that were judged */
-    int64_t resume_step;            /* no guesses before this step */
 } clb_pilot;
 
 typedef struct clb_pending { /* a slot whose reads are not all in flight yet */
@@ -41,13 +47,14 @@ struct clb_residency {
     clb_pending *queue; /* [slots] ring of slots still to be put in flight */
     int64_t queue_head, queue_tail, queue_size;
     clb_pilot pilot;
+    clb_error fault;    /* why a read failed, until the step that needs the expert tells it */
 };
 
 static inline clb_slots *clb_pool_of(clb_residency *r, int64_t layer) {
     return &r->pools[layer == r->mtp_layer];
 }
 
-static inline int32_t *clb_where(clb_model *m, int64_t layer, int64_t expert) {
+static inline int32_t *clb_where(const clb_model *m, int64_t layer, int64_t expert) {
     return &m->residency->where[layer * m->config.experts + expert];
 }
 
@@ -59,7 +66,7 @@ void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int
 /* Puts as many of the waiting pieces in flight as the reader has room for. */
 void clb_load_pump(clb_model *m);
 /* Takes in what has arrived; waits for one read when asked. False: nothing is left to wait for. */
-bool clb_load_take_in(clb_model *m, bool wait, clb_error *error);
+bool clb_load_take_in(clb_model *m, bool wait);
 bool clb_load_idle(const clb_residency *r); /* nothing is in flight or waiting */
 int64_t clb_now_ns(void);
 

@@ -82,6 +82,7 @@ static void take_rows(clb_session *s, budget *b) {
     s->gate = floats(b, wide, 1);
     s->up = floats(b, wide, 1);
     s->router = floats(b, n, c->experts);
+    s->shared = floats(b, c->shared_experts ? n : 0, c->hidden);
     s->pair_out = floats(b, s->pair_rows, c->hidden);
     s->pairs = take(b, n, c->experts_per_token, (int64_t)sizeof *s->pairs);
     s->leases = take(b, c->experts, 1, (int64_t)sizeof *s->leases);
@@ -145,7 +146,7 @@ void clb_session_free(clb_session *s) {
                      s->heads_out, s->angles, s->index_query, s->index_weight, s->index_score,
                      s->index_order, s->selected, s->selected_index, s->mtp_seed_index,
                      s->thread_scratch, s->x, s->normed, s->branch, s->hidden, s->concat, s->gate,
-                     s->up, s->router, s->pair_out, s->pairs, s->captured, s->leases, s->runs,
+                     s->up, s->router, s->shared, s->pair_out, s->pairs, s->captured, s->leases, s->runs,
                      s->active_runs, s->active_pairs};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,

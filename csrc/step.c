@@ -93,6 +93,7 @@ int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, c
     int64_t hidden = s->model->config.hidden;
     int32_t code = CLB_OK;
     clb_attend(s, layer, number, rows);
+    clb_residency_poll(s->model);
     if (s->captured) capture(s, number, rows);
     clb_add_rows(s, s->branch, rows->n);
     clb_rmsnorm_rows(s->model, s->x, layer->v[CLB_POST_NORM], rows->n, s->normed, hidden);
@@ -134,7 +135,9 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
     for (int64_t i = 0; i < m->config.layers; i++) {
         if (clb_cancelled(s)) return clb_fail(error, CLB_CANCELLED, "cancelled");
         clb_attention_input(s, &m->layers[i], n);
+        clb_residency_poll(s->model);
         clb_write_keys(s, &m->layers[i], i, &rows);
+        clb_residency_poll(s->model);
         code = clb_layer_finish(s, i, &rows, error);
         if (code) return code;
         clb_pilot_hint(s, i + 1, n);

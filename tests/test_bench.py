@@ -274,6 +274,26 @@ def test_streamed_tokens_leave_a_trace(bench, demo_container):
     assert trace.experts.shape == (6, sparse, demo_container.config.num_experts_per_tok)
 
 
+def test_pilots_differ_in_what_they_read_and_not_in_the_output(demo_container):
+    """With foreknowledge every guess is of use, at random hardly any, and the bits are the same."""
+    pilots = ("off", "random", "oracle", "router")
+    arms = tuple(Arm("direct", 6, pilot=pilot) for pilot in pilots)
+    request = Request((1,), ("stream",), arms, repeat=1, tokens=12, quick=True)
+    report = Bench(demo_container, request).run()
+    assert report["outputs_agree"] and len(report["figures"]) == len(pilots)
+    reads, useful = (
+        {
+            pilot: figure["details"][name]["median"]
+            for pilot, figure in zip(pilots, report["figures"], strict=True)
+        }
+        for name in ("pilot_reads_per_token", "pilot_useful_per_token")
+    )
+    assert reads["off"] == 0 and reads["random"] < reads["oracle"] == useful["oracle"]
+    assert 0 < useful["router"] <= reads["router"]
+    missed = [figure["read_bytes_per_token"] for figure in report["figures"]]
+    assert max(missed) < 1.05 * min(missed)
+
+
 def test_greedy_follows_the_model(demo_container):
     """With greedy ids, too, one and two threads decode the same."""
     request = Request((1, 2), ("decode",), repeat=1, tokens=4, prompt=4, greedy=True, quick=True)
@@ -302,6 +322,9 @@ def test_arms_are_every_combination():
         Arm("auto", ram=1 << 30), Arm("auto", ram=2 << 30),
     )  # fmt: skip
     assert arms_of(("auto",), None, None) == (Arm("auto"),)
+    assert arms_of(("mmap", "direct"), (8,), None, ("off", "oracle")) == (
+        Arm("mmap"), Arm("direct", 8, pilot="off"), Arm("direct", 8, pilot="oracle"),
+    )  # fmt: skip
     with pytest.raises(UsageError, match="one of them"):
         arms_of(("direct",), (8,), (1 << 30,))
     with pytest.raises(UsageError, match="auto finds"):
@@ -342,7 +365,7 @@ def test_quick_changes_only_what_was_not_given():
         ("only", "threads", "repeat", "prompt", "chunk", "slots", "ram", "isa"), None
     )
     options |= {"tokens": 7, "io": ("auto",), "cached_io": "mmap", "ids": "random", "busy": False,
-                "quick": True, "seed": 1}  # fmt: skip
+                "quick": True, "seed": 1, "pilot": ("router",)}  # fmt: skip
     request = request_of(options)
     assert (request.repeat, request.tokens, request.prompt) == (2, 7, 64)
     options["quick"] = False

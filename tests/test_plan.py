@@ -1,5 +1,7 @@
 """The division of a memory budget."""
 
+from dataclasses import replace
+
 import pytest
 
 from colibri.errors import UsageError
@@ -28,6 +30,27 @@ def test_everything_fits():
     twice = make_plan(DEMAND, 64 * GB)
     assert (once.io, once.slots_per_layer) == ("direct", 128)
     assert (twice.io, twice.slots_per_layer) == ("buffered", 128)
+
+
+def test_the_pilots_slots_are_within_the_budget():
+    """Spare slots are paid for before slots a layer are, and not at all when all experts fit."""
+    piloted = replace(DEMAND, spares=4)
+    plan = make_plan(piloted, 2 * GB, reserve=100 * MB)
+    assert plan.pilot and plan.footprint <= 2 * GB
+    assert plan.footprint == 700 * MB + plan.slots_per_layer * DEMAND.slot_round + 4 * DEMAND.slot
+    whole = make_plan(piloted, 13 * GB)
+    assert not whole.pilot and whole.footprint == make_plan(DEMAND, 13 * GB).footprint
+    few = make_plan(piloted, 600 * MB + DEMAND.slot_round)
+    assert not few.pilot and few.slots_per_layer == 1
+    assert not make_plan(DEMAND, 2 * GB).pilot
+
+
+def test_what_the_disk_does_best_is_asked_only_to_stream():
+    """The measured way is taken when experts must be streamed; otherwise nobody measures."""
+    assert make_plan(DEMAND, 2 * GB, streamed=lambda: "buffered").io == "buffered"
+    assert make_plan(DEMAND, 2 * GB, streamed=lambda: "mmap").io == "mmap-tight"
+    assert make_plan(DEMAND, 2 * GB, io="direct", streamed=lambda: pytest.fail()).io == "direct"
+    assert make_plan(DEMAND, 13 * GB, streamed=lambda: pytest.fail()).io == "direct"
 
 
 def test_small_containers_are_mapped():

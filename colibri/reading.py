@@ -1,0 +1,94 @@
+"""How experts are best read: measured once per container and disk, and remembered."""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from colibri.container import Container
+from colibri.errors import ColibriError, StateError
+from colibri.machine import PIECE, Disk, DiskWay, record_bytes
+from colibri.pagecache import evict
+from colibri.state import State, make_directory, read_document, write_document
+
+FORMAT = "colibri-reading-1"
+_SIZE = 64 << 20  # bytes read by each way: a fraction of a second, a second on a slow disk
+_DEPTH = 6  # reads in flight, as csrc/loads.c has them
+_CLEARLY = 1.2  # direct reads leave the page cache alone: another way must be so much faster
+_POPULATE_READ = 22  # madvise: Linux 5.14 and later
+
+
+def choose(container: Container, state: State, measure: "Measure | None" = None) -> str:
+    """direct, buffered or mmap: the fastest for this container on this disk, direct when close."""
+    rates = remembered(container, state)
+    if rates is None:
+        rates = (measure or measured)(container)
+        path = _place(container, state)
+        if path is not None:
+            state.keep("how this disk is best read", lambda: _write(path, rates))
+    best = max(rates, key=lambda mode: rates[mode], default="direct")
+    close = rates.get("direct", 0.0) * _CLEARLY >= rates.get(best, 0.0)
+    return "direct" if close and rates.get("direct", 1.0) else best
+
+
+Measure = Callable[[Container], dict[str, float]]
+
+
+def measured(container: Container) -> dict[str, float]:
+    """Bytes a second by mode, cold; a mode that this disk refuses is left out."""
+    disk = Disk(container, record_bytes(container), os.getpid())
+    rates: dict[str, float] = {}
+    for mode in ("buffered", "direct"):
+        piece = min(PIECE, disk.record_bytes)
+        try:
+            rate = disk.measure(DiskWay(mode == "direct", piece, _DEPTH), _SIZE)
+        except ColibriError:
+            continue
+        if rate:
+            rates[mode] = rate
+    rate = mapped_rate(disk.path, disk.places(_SIZE), disk.record_bytes)
+    return rates | ({"mmap": rate} if rate else {})
+
+
+def mapped_rate(path: Path, places: list[int], size: int) -> float | None:
+    """Bytes a second of records that are mapped: asked for all at once, then waited for."""
+    evict([path])
+    begin = time.perf_counter()
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+            for place in places:
+                pages.madvise(mmap.MADV_WILLNEED, place, size)
+            for place in places:
+                pages.madvise(_POPULATE_READ, place, size)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return len(places) * size / (time.perf_counter() - begin)
+
+
+# ---- remembered ---------------------------------------------------------------------------------
+
+
+def remembered(container: Container, state: State) -> dict[str, float] | None:
+    """The rates measured before on this disk; None when there are none to be trusted."""
+    path = _place(container, state)
+    try:
+        raw = read_document(path) if path else None
+        if raw is None or raw.get("format") != FORMAT:
+            return None
+        return {str(mode): float(rate) for mode, rate in raw["rates"].items()} or None
+    except (StateError, KeyError, TypeError, ValueError, AttributeError):
+        return None  # it only ever saves a second
+
+
+def _place(container: Container, state: State) -> Path | None:
+    """By the container's bytes and the disk they lie on: a copy elsewhere is measured again."""
+    if state.root is None:
+        return None
+    disk = container.shards[-1].path.stat().st_dev
+    return state.place("reading", f"{container.fingerprint}-{disk:x}.json")
+
+
+def _write(path: Path, rates: dict[str, float]) -> None:
+    make_directory(path.parent)
+    write_document(path, {"format": FORMAT, "rates": rates})
