@@ -6,6 +6,10 @@
 #define CLB_NUMERICS_H
 #include "decode.h"
 
+#ifndef CLB_F16_ONE /* an f16 as a float; some instruction sets have an instruction for it */
+#define CLB_F16_ONE clb_f16_float
+#endif
+
 #ifdef __clang__
 #define CLB_EACH _Pragma("clang loop vectorize(assume_safety)")
 #else /* element i never reads what another element wrote, even when y is x */
@@ -434,18 +438,23 @@ static inline void dequantize_floats(const clb_matrix *w, const uint8_t *data, f
     }
 }
 
+static inline void dequantize_groups(const clb_matrix *w, int64_t row, float *out) {
+    const int64_t size = w->scale_format == CLB_F16 ? 2 : 4, group = w->group ? w->group : w->cols;
+    const uint8_t *scale = w->scales + row * w->row_scales * size;
+    for (int64_t i = 0; i < w->cols; i += group, scale += size) {
+        float factor = size == 2 ? CLB_F16_ONE(clb_load_u16(scale)) : clb_load_f32(scale);
+        int64_t end = i + group < w->cols ? i + group : w->cols;
+        dequantize_run(w->format, w->data + row * w->row_bytes, i, end, factor, out);
+    }
+}
+
 static inline void dequantize_row_all(const clb_matrix *w, int64_t row, float *out) {
-    const uint8_t *data = w->data + row * w->row_bytes;
-    int64_t group = w->group ? w->group : w->cols;
     if (w->format <= CLB_F16)
-        dequantize_floats(w, data, out);
+        dequantize_floats(w, w->data + row * w->row_bytes, out);
     else if (w->format >= CLB_INT3)
         dequantize_blocks(w, row, out);
     else
-        for (int64_t i = 0; i < w->cols; i += group) {
-            int64_t end = i + group < w->cols ? i + group : w->cols;
-            dequantize_run(w->format, data, i, end, clb_scale_at(w, row, i / group), out);
-        }
+        dequantize_groups(w, row, out);
 }
 
 /* The entries of a table that are the same code for every instruction set. */

@@ -13,10 +13,6 @@
 #define CLB_READ_AGAIN ((void)0)
 #endif
 
-#ifndef CLB_F16_ONE /* an f16 as a float; some instruction sets have an instruction for it */
-#define CLB_F16_ONE clb_f16_float
-#endif
-
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
     CHUNK = 32, /* blocks whose scales are made ready at once */
