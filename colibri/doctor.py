@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import memory
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, UsageError
 from colibri.knobs import Settings
 from colibri.memory import gigabytes
 
@@ -234,11 +234,18 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except ColibriError as error:
         text, *remedy = re.split(r"; |\. ", str(error), maxsplit=1)
-        return Finding(name, FAIL, text, "".join(remedy) or "colibri info says more")
+        return Finding(name, FAIL, text.rstrip("."), "".join(remedy) or _remedy(error))
     except ImportError as error:
         return Finding(name, FAIL, f"not examined: {error}", "see core")
     except (OSError, MemoryError) as error:
         return Finding(name, FAIL, str(error) or "out of memory", "see the system's log")
+
+
+def _remedy(error: ColibriError) -> str:
+    """For errors that name none."""
+    if isinstance(error, UsageError):
+        return "give the directory that holds the model's config.json"
+    return "colibri info says more"
 
 
 def _skipped(name: str) -> Finding:

@@ -15,6 +15,7 @@ from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE, gigabytes
+from colibri.model import PILOT_SLOTS
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, Speeds
 from colibri.shapes import Shape, Work
@@ -72,12 +73,13 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts for one model on one machine; `threads` is that of the speeds."""
+    """Forecasts for one model on one machine; `threads` is that of the speeds, `spares` the slots
+    a layer that the router's lookahead asks for."""
 
-    def __init__(self, shape: Shape, speeds: Speeds, locality: Locality = TEXT) -> None:
-        self.shape = shape
-        self.speeds = speeds
-        self.locality = locality
+    def __init__(
+        self, shape: Shape, speeds: Speeds, locality: Locality = TEXT, spares: int = PILOT_SLOTS
+    ) -> None:
+        self.shape, self.speeds, self.locality, self.spares = shape, speeds, locality, spares
 
     # ---- where things go --------------------------------------------------------------------
 
@@ -108,6 +110,7 @@ class Forecaster:
             slot=shape.expert.total,
             mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
             experts_per_token=config.num_experts_per_tok,
+            spares=self.spares,
         )
 
     def whole(self, context: int) -> int:
@@ -250,7 +253,7 @@ class Forecaster:
         index = shape.selecting * scored * config.index_head_dim
         products += index * config.index_n_heads
         nbytes = 4 * (config.num_hidden_layers * keys * width + index)
-        rate = self.speeds.multiply("f32", 1)
+        rate = self.speeds.multiply(ABSORBED, 1)
         seconds = nbytes / self.speeds.memory
         return max(seconds, products / rate) if rate else seconds
 
@@ -274,7 +277,7 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) ->
     floats += n * config.index_n_heads * (config.index_head_dim + 1) + _ROW_BLOCK * context
     floats += n * config.index_topk + 10 * threads * context  # 8-byte order, scores of 8 heads
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
-    floats += pairs * hidden
+    floats += (pairs + n * bool(config.n_shared_experts)) * hidden
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
     return context * shape.token_bytes + 4 * floats + 4 * quantised

@@ -114,7 +114,7 @@ def _speeds(
     kinds = kinds_of(shape, small)
     speeds = probe.measure(threads, kinds, disk, source, shape.files, settings.isa)
     seconds = probe.step_seconds(demo_container, threads, settings.isa)
-    cached = replace(speeds, memory=probe.bandwidth(threads, small.files))
+    cached = probe.measure(threads, kinds_of(small), disk, source, small.files, settings.isa)
     layer = calibrated(cached, small, seconds).layer_seconds
     return replace(speeds, layer_seconds=layer, latency=latency)
 

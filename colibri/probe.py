@@ -6,6 +6,7 @@ Two or three seconds, for a forecast; `colibri bench` is for figures that are to
 import os
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +39,8 @@ _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is
 @dataclass(frozen=True)
 class Speeds:
     """What a machine does: bytes a second of `threads` threads together from memory, and of the
-    disk; multiply-adds a second of one thread by kind of number, at one row and at MANY.
+    disk; multiply-adds a second of one thread by kind of number, at one row from where the weights
+    lie and at MANY.
 
     `sources` says of each figure whether it was measured, given or assumed. Without `products`
     nothing but memory and disk limits the forecast.
@@ -55,7 +57,7 @@ class Speeds:
     def multiply(self, kind: str, rows: int) -> float | None:
         """Multiply-adds a second of all threads, for steps of so many rows."""
         if kind == ABSORBED:
-            kind, rows = "f32", 1
+            rows, kind = 1, kind if kind in self.products else "f32"
         if kind not in self.products:
             return None
         one, many = self.products[kind]
@@ -67,39 +69,54 @@ class Speeds:
         return asdict(self)
 
 
-def products(isa: str, kinds: Iterable[str], seconds: float = 0.04) -> dict[str, Any]:
-    """Multiply-adds a second of one thread by kind of number: (at one row, at MANY rows)."""
-    return {
-        kind: (_linear(isa, kind, 1, seconds), _linear(isa, kind, MANY, seconds)) for kind in kinds
+def products(
+    isa: str, kinds: Iterable[str], threads: int, size: int, seconds: float = 0.04
+) -> dict[str, Any]:
+    """Multiply-adds a second of one thread by kind of number: at one row, while all threads pass
+    over `size` bytes of weights, and at MANY rows, of weights that are in the cache."""
+    isas = isa.encode()
+    cached = _linear(isas, "f32", 1, seconds)
+    return {ABSORBED: (cached, cached)} | {
+        kind: (_streamed(isas, kind, threads, size, seconds), _linear(isas, kind, MANY, seconds))
+        for kind in kinds
     }
 
 
-def _linear(isa: str, kind: str, rows: int, seconds: float) -> float:
-    """The engine's own linear on weights that are in the cache."""
+def _streamed(isa: bytes, kind: str, threads: int, size: int, seconds: float) -> float:
+    """The mean of the threads, each with weights of its own."""
+    each = max(_LEAST, min(machine.MEMORY_BYTES, size)) // threads
+    with ThreadPoolExecutor(threads) as pool:
+        rates = pool.map(lambda _: _linear(isa, kind, 1, seconds, each), range(threads))
+        return sum(rates) / threads
+
+
+def _linear(isa: bytes, kind: str, rows: int, seconds: float, size: int = 0) -> float:
+    """The engine's own linear, on weights of `size` bytes or of a core's own cache."""
     group = {"int4": 64, "int3": 64}.get(kind, 0)
-    form = Format(Kind[kind.upper()]) if Kind[kind.upper()] in FLOATS else Format(
-        Kind[kind.upper()], group, Kind.F16
-    )  # fmt: skip
+    number = Kind[kind.upper()]
+    form = Format(number) if number in FLOATS else Format(number, group, Kind.F16)
     out, cols = _SHAPE
+    out = max(out, size // form.row_bytes(cols))
     shape = ffi.new(
         "clb_tensor *",
         {"format": int(form.kind), "scale_format": int(form.scale), "rows": out, "cols": cols,
          "group": group},
     )  # fmt: skip
-    data = np.zeros(out * form.row_bytes(cols), np.uint8)
+    data = np.full(out * form.row_bytes(cols), 1, np.uint8)  # written: untouched pages are one page
     scales = np.ones(max(1, out * form.row_scales(cols)), np.float16)
     x, y = np.ones((rows, cols), np.float32), np.empty((rows, out), np.float32)
     error = ffi.new("clb_error *")
     arguments = (
-        isa.encode(), shape, ffi.from_buffer("uint8_t[]", data), ffi.from_buffer(scales),
+        isa, shape, ffi.from_buffer("uint8_t[]", data), ffi.from_buffer(scales),
         ffi.from_buffer("float[]", x), rows, ffi.from_buffer("float[]", y), error,
     )  # fmt: skip
-    best, end = 0.0, time.perf_counter() + seconds
-    while best == 0.0 or time.perf_counter() < end:
+    check(lib.clb_linear_test(*arguments), error)
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         begun = time.perf_counter()
         check(lib.clb_linear_test(*arguments), error)
-        best = max(best, rows * out * cols / (time.perf_counter() - begun))
-    return best
+        times.append(time.perf_counter() - begun)
+    return float(rows * out * cols / np.median(times))
 
 
 def step_seconds(container: Container, threads: int, isa: str | None = None) -> float:
@@ -163,7 +180,7 @@ def measure(
     isa: str | None = None,
 ) -> Speeds:  # fmt: skip
     """This machine's figures for a model of `size` bytes; those of the disk are known already."""
-    found = products(isa or available_isas()[-1], kinds)
+    found = products(isa or available_isas()[-1], kinds, threads, size)
     sources = {"memory": "measured", "disk": source}
     return Speeds(threads, bandwidth(threads, size), disk, found, sources=sources)
 

@@ -118,9 +118,10 @@ def test_model(copy, damage):
 
 
 def test_no_model():
-    """A directory that is not there."""
-    found = examine(model="/nowhere")
-    assert found["model"].status == FAIL and "/nowhere" in found["model"].found
+    """A directory that is not there is named, and what to give instead."""
+    found = examine(model="/nowhere")["model"]
+    assert found.status == FAIL and "/nowhere" in found.found
+    assert found.remedy == "give the directory that holds the model's config.json"
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,10 @@ def test_published_figures():
 
 def test_a_look_at_this_machine():
     """The probe itself gives a rate for every format and row count."""
-    rates = probe.products("scalar", ["int4", "f32"], 0.01)
-    assert set(rates) == {"int4", "f32"}
+    rates = probe.products("scalar", ["int4", "f32"], 2, 1 << 20, 0.01)
+    assert set(rates) == {"int4", "f32", probe.ABSORBED}
     assert all(one > 0 and many > 0 for one, many in rates.values())
     assert probe.bandwidth(1, 1 << 20) > 1e6
-    speeds = Speeds(2, 1e10, 1e9, rates)
+    speeds = Speeds(2, 1e10, 1e9, dict.fromkeys(rates, (1e9, 2e9)))
     assert speeds.multiply("int4", 2) > speeds.multiply("int4", 1) * 0.5
     assert speeds.multiply("int2", 1) is None

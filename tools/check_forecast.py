@@ -4,13 +4,14 @@ python tools/check_forecast.py MODEL --ram 3,4,6,9 [--repeat 3] [--tokens 48] [-
 python tools/check_forecast.py --reported
 
 The first streams MODEL within each amount of memory, in rounds, as `colibri bench` does, and fails
-when a median is more than 20% from its forecast. Bench ids are random, so the forecast takes every
-expert for as likely as another. The second needs no machine: published figures of GLM-5.2 in
-another engine, in that engine's formats, with what their reports do not say assumed.
+when the median of measurements is more than 20% from its forecasts. Bench ids are random, so the
+forecast takes every expert for as likely as another. The second needs no machine: published figures
+of GLM-5.2 in another engine, in that engine's formats, with what their reports do not say assumed.
 """
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -45,46 +46,55 @@ def speeds_of(container: Container, shape: Shape, threads: int) -> Speeds:
     disk = probe.disk_of(container, shape.expert.total)
     kinds = kinds_of(shape, small)
     speeds = probe.measure(threads, kinds, disk.rate, "measured", shape.files)
-    cached = replace(speeds, memory=probe.bandwidth(threads, small.files))
+    cached = probe.measure(threads, kinds_of(small), disk.rate, "measured", small.files)
     seconds = probe.step_seconds(small_container, threads)
     layer = calibrated(cached, small, seconds).layer_seconds
     return replace(speeds, layer_seconds=layer, latency=disk.latency)
 
 
 def compare(container: Container, budgets: list[int], options: argparse.Namespace) -> dict:
-    """Forecast and median of every budget."""
+    """Forecast and measurement of every budget, in rounds; each forecast rests on a look at the
+    machine just before its measurement, as the speed of a shared one changes."""
+    shape = of_container(container, mtp=False)
+    rounds = [
+        _once(container, shape, size, options) for _ in range(options.repeat) for size in budgets
+    ]
+    rows = [_row([r for r in rounds if r["forecast"]["budget"] == size]) for size in budgets]
+    return {"rows": rows, "rounds": rounds}
+
+
+def _once(container: Container, shape: Shape, size: int, options: argparse.Namespace) -> dict:
     threads = options.threads or physical_cores()
-    arms = tuple(Arm(options.io, ram=size) for size in budgets)
+    speeds = speeds_of(container, shape, threads)
+    context, position = 2 * options.tokens + SETTLE, 3 * options.tokens // 2
+    forecast = Forecaster(shape, speeds, RANDOM).forecast(size, position, context, options.io)
     request = Request(
-        threads=(threads,), sections=("stream",), arms=arms, repeat=options.repeat,
+        threads=(threads,), sections=("stream",), arms=(Arm(options.io, ram=size),), repeat=1,
         tokens=options.tokens,
     )  # fmt: skip
-    shape = of_container(container, mtp=False)
-    speeds = speeds_of(container, shape, threads)
-    forecaster = Forecaster(shape, speeds, RANDOM)
-    measured = Bench(container, request, lambda text: print(text, file=sys.stderr)).run()
-    context, position = 2 * options.tokens + SETTLE, 3 * options.tokens // 2
-    rows = []
-    for size, arm in zip(budgets, arms, strict=True):
-        figure = next(f for f in measured["figures"] if f["asked"] == str(arm))
-        forecast = forecaster.forecast(size, position, context, options.io)
-        rows.append(_row(forecast.as_dict(), figure))
-    return {"machine": speeds.as_dict(), "rows": rows, "bench": measured}
+    found = Bench(container, request, lambda text: print(text, file=sys.stderr)).run()
+    (figure,) = found["figures"]
+    return {"machine": speeds.as_dict(), "forecast": forecast.as_dict(), "figure": figure}
 
 
-def _row(forecast: dict[str, Any], figure: dict[str, Any]) -> dict[str, Any]:
-    rate = figure["tokens_per_second"]
+def _row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of one budget's rounds."""
+    first, figure = rounds[0]["forecast"], rounds[0]["figure"]
+    forecasts = [r["forecast"]["rate"] for r in rounds]
+    rates = [r["figure"]["tokens_per_second"]["median"] for r in rounds]
     return {
-        "budget": forecast["budget"],
+        "budget": first["budget"],
         "io": figure["io"],
         "slots": figure["slots"],
-        "forecast_slots": forecast["slots"],
-        "limit": forecast["parts"]["limit"],
-        "read_bytes": figure["read_bytes_per_token"],
-        "forecast_read_bytes": forecast["warm_bytes"],
-        "measured": rate,
-        "forecast": forecast["rate"],
-        "ratio": forecast["rate"] / rate["median"],
+        "forecast_slots": first["slots"],
+        "limit": first["parts"]["limit"],
+        "read_bytes": statistics.median(r["figure"]["read_bytes_per_token"] for r in rounds),
+        "forecast_read_bytes": first["warm_bytes"],
+        "forecast": statistics.median(forecasts),
+        "measured": statistics.median(rates),
+        "least": min(rates),
+        "most": max(rates),
+        "ratio": statistics.median(f / r for f, r in zip(forecasts, rates, strict=True)),
     }
 
 
@@ -97,8 +107,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         slots = "all" if row["slots"] is None else row["slots"]
         yield (
             f"| {gigabytes(row['budget'])} | {slots} | {row['forecast_read_bytes'] / 1e6:,.0f} MB, "
-            f"{row['read_bytes'] / 1e6:,.0f} MB | {row['forecast']:.3g}, "
-            f"{row['measured']['median']:.3g} | {row['ratio']:.2f} | {row['limit']} |"
+            f"{row['read_bytes'] / 1e6:,.0f} MB | {row['forecast']:.3g}, {row['measured']:.3g} "
+            f"({row['least']:.3g} to {row['most']:.3g}) | {row['ratio']:.2f} | {row['limit']} |"
         )
 
 
