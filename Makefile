@@ -10,6 +10,9 @@ HEADERS := $(wildcard csrc/*.h)
 OBJECTS := $(SOURCES:csrc/%.c=build/lint/%.o)
 BUILT := $(VENV)/built
 BENCH_MODEL ?= build/glm-bench-8g
+CHECKED := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED := encoder checksum quantize convert repack session saved residency resident mtp laws bits \
+    fuzz_container kernels
 
 .PHONY: demo test lint sanitize docs bench package clean exactness bench-spec soak
 
@@ -39,13 +42,12 @@ exactness: $(BUILT)
 bench-spec: $(BUILT)
 	$(BIN)/python tools/bench_spec.py --slots 8
 
-## sanitize: the kernels under address and undefined-behaviour sanitizers
-sanitize:
-	@mkdir -p build
-	$(CC) -std=c11 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all \
-	    -ffp-contract=off -Wall -Wextra -Werror -Icsrc -o build/test_kernels \
-	    tests/c/test_kernels.c $(wildcard csrc/kernels*.c) csrc/angles.c -lm
+## sanitize: kernels, then the whole core under its tests, with address and undefined-behaviour checks
+sanitize: build/test_kernels build/sanitize/colibri/_core.abi3.so $(VENV)/tools
 	build/test_kernels
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitize \
+	    $(BIN)/pytest $(SANITIZED:%=tests/test_%.py)
 
 ## docs: write what is generated: docs/knobs.md
 docs: $(BUILT)
@@ -81,6 +83,22 @@ $(VENV)/tools: $(BUILT)
 
 $(BENCH_MODEL)/config.json: | $(BUILT)
 	$(BIN)/python tools/make_bench_model.py $(BENCH_MODEL)
+
+build/test_kernels: tests/c/test_kernels.c $(SOURCES) $(HEADERS)
+	@mkdir -p build
+	$(CC) -std=c11 $(CHECKED) -ffp-contract=off -Wall -Wextra -Werror -Icsrc -o $@ \
+	    tests/c/test_kernels.c $(wildcard csrc/kernels*.c) csrc/angles.c -lm
+
+# The package again, with a core that checks itself; Python loads it from PYTHONPATH.
+build/sanitize/colibri/_core.abi3.so: $(SOURCES) $(HEADERS) $(wildcard colibri/*.py) \
+    $(wildcard colibri/*/*.py) build/lint/flags
+	@rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r colibri build/sanitize/ && rm -f build/sanitize/colibri/_core*
+	$(BIN)/python -c 'import sys; sys.path.insert(0, "csrc"); import build; \
+	    build.ffi.emit_c_code("build/sanitize/core.c")'
+	$(CC) $$(cat build/lint/flags) $(CHECKED) -shared -fPIC -Icsrc \
+	    -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	    -o $@ $(SOURCES) build/sanitize/core.c -lm
 
 # The flags of the real build, warnings as errors.
 build/lint/flags: csrc/build.py | $(VENV)/made
