@@ -15,6 +15,7 @@
 
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
+    STRIP = 16, /* outputs that many rows pass over together: they stay in the first-level cache */
     CHUNK = 32, /* blocks whose scales are made ready at once */
     CHUNK_GROUPS = CHUNK * CLB_LANES + CLB_LANES, /* groups of 4 inputs, and one load past them */
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
@@ -334,14 +335,14 @@ CLB_INLINE void tile_row(tile t, int64_t count, int32_t format, int spread, int 
         any_tile(&t, format, spread, 1, rows);
 }
 
-/* A few rows pass over all outputs at once; more of them take the outputs SIDE at a time, which
-   stay in the cache meanwhile, in panels of rows that do so too. `wide`: outputs of a tile at 1,
+/* A few rows pass over all outputs at once; more of them take a strip of outputs after the other,
+   in panels of rows that stay in the second-level cache. `wide`: outputs of a tile at 1,
    2, 3 and 4 rows. */
 CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format, int spread,
                              const int *wide) {
     const int64_t rows = t.x->rows, row_size = t.x->blocks * (int64_t)sizeof(clb_cell);
     const int64_t fits = PANEL_BYTES / row_size / SIDE * SIDE, panel = fits > SIDE ? fits : SIDE;
-    const int64_t step = rows < SIDE ? last - first : SIDE;
+    const int64_t step = rows < SIDE ? last - first : STRIP;
     for (int64_t r = 0; r < rows; r += panel) {
         int64_t end = r + panel < rows ? r + panel : rows;
         for (t.o = first; t.o < last; t.o += step) {
