@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import colibri.demo
 from colibri import cli, knobs
 from colibri.container import Container
 from colibri.model import Model
 from colibri.tokenizer import Tokenizer
+
+# How long drawing or an example takes says something about the machine, nothing about the code.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
 
 
 @pytest.fixture(scope="session")
