@@ -169,8 +169,10 @@ class Forecaster:
         used = rows * config.num_experts_per_tok
         one, expert_bound = self._seconds(shape.expert, 1)
         computing = used * one
-        reading = self._reading(used * (1 - hits), shape.expert)
-        waiting = max(0.0, reading + one - computing) if reading else 0.0
+        missed = used * (1 - hits)
+        some = 1 - hits**used  # of the layers: those that miss any
+        reading = self._reading(missed / some, shape.expert) if some else 0.0
+        waiting = some * max(0.0, reading + one - computing)
         other = layers * self.speeds.layer_seconds
         parts = {
             DISK: sparse * waiting,

@@ -4,6 +4,7 @@ Two or three seconds, for a forecast; `colibri bench` is for figures that are to
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,9 @@ ASSUMED_LATENCY = 1e-4
 MANY = 16  # rows at which products are no longer bound by unpacking weights
 _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
 _PIECE = 1 << 20
-_SMALL = 16 << 10  # bytes of a read that shows how long the first one takes
 _LEAST = 2 << 20  # bytes a thread reads at least
+_PATIENCE = 60  # seconds until a thread that never comes is an error
+_MEETING = 8 << 20  # bytes between two meetings of threads: long beside what a meeting takes
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
 
@@ -51,7 +53,7 @@ class Speeds:
     disk: float
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     layer_seconds: float = ASSUMED_LAYER
-    latency: float = ASSUMED_LATENCY  # seconds until the first byte of a read is there
+    latency: float = ASSUMED_LATENCY  # seconds that a read takes beside its bytes
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def multiply(self, kind: str, rows: int) -> float | None:
@@ -70,53 +72,87 @@ class Speeds:
 
 
 def products(
-    isa: str, kinds: Iterable[str], threads: int, size: int, seconds: float = 0.04
+    isa: str, kinds: Iterable[str], threads: int, size: int, seconds: float = 0.1
 ) -> dict[str, Any]:
     """Multiply-adds a second of one thread by kind of number: at one row, while all threads pass
     over `size` bytes of weights, and at MANY rows, of weights that are in the cache."""
-    isas = isa.encode()
-    cached = _linear(isas, "f32", 1, seconds)
+    code = isa.encode()
+    cached = Linear(code, "f32", 1).rate(seconds / 2)
     return {ABSORBED: (cached, cached)} | {
-        kind: (_streamed(isas, kind, threads, size, seconds), _linear(isas, kind, MANY, seconds))
+        kind: (_streamed(code, kind, threads, size, seconds),
+               Linear(code, kind, MANY).rate(seconds / 2))
         for kind in kinds
-    }
+    }  # fmt: skip
 
 
 def _streamed(isa: bytes, kind: str, threads: int, size: int, seconds: float) -> float:
-    """The mean of the threads, each with weights of its own."""
+    """Threads with weights of their own, which meet after every few megabytes as the engine's do
+    after every matrix: where one is held up, all wait."""
     each = max(_LEAST, min(machine.MEMORY_BYTES, size)) // threads
+    count = max(1, each // _MEETING)
+    begun, over = [0.0], [False]
+
+    def start() -> None:
+        begun[0] = time.perf_counter()
+
+    def look() -> None:  # by one of those who meet, for all of them
+        over[0] = time.perf_counter() > begun[0] + seconds
+
+    ready = threading.Barrier(threads, start, _PATIENCE)
+    meeting = threading.Barrier(threads if count > 1 else 1, look, _PATIENCE)
+
+    def work(_number: int) -> float:
+        pieces = [Linear(isa, kind, 1, each // count) for _ in range(count)]
+        ready.wait()
+        passes = 0
+        while not passes or not over[0]:
+            for piece in pieces:
+                piece.run()
+                meeting.wait()
+            passes += 1
+        return passes * count * pieces[0].products / (time.perf_counter() - begun[0])
+
     with ThreadPoolExecutor(threads) as pool:
-        rates = pool.map(lambda _: _linear(isa, kind, 1, seconds, each), range(threads))
-        return sum(rates) / threads
+        return sum(pool.map(work, range(threads))) / threads
 
 
-def _linear(isa: bytes, kind: str, rows: int, seconds: float, size: int = 0) -> float:
-    """The engine's own linear, on weights of `size` bytes or of a core's own cache."""
-    group = {"int4": 64, "int3": 64}.get(kind, 0)
-    number = Kind[kind.upper()]
-    form = Format(number) if number in FLOATS else Format(number, group, Kind.F16)
-    out, cols = _SHAPE
-    out = max(out, size // form.row_bytes(cols))
-    shape = ffi.new(
-        "clb_tensor *",
-        {"format": int(form.kind), "scale_format": int(form.scale), "rows": out, "cols": cols,
-         "group": group},
-    )  # fmt: skip
-    data = np.full(out * form.row_bytes(cols), 1, np.uint8)  # written: untouched pages are one page
-    scales = np.ones(max(1, out * form.row_scales(cols)), np.float16)
-    x, y = np.ones((rows, cols), np.float32), np.empty((rows, out), np.float32)
-    error = ffi.new("clb_error *")
-    arguments = (
-        isa, shape, ffi.from_buffer("uint8_t[]", data), ffi.from_buffer(scales),
-        ffi.from_buffer("float[]", x), rows, ffi.from_buffer("float[]", y), error,
-    )  # fmt: skip
-    check(lib.clb_linear_test(*arguments), error)
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begun = time.perf_counter()
-        check(lib.clb_linear_test(*arguments), error)
-        times.append(time.perf_counter() - begun)
-    return float(rows * out * cols / np.median(times))
+class Linear:
+    """The engine's own linear, on made-up weights of `size` bytes or of a core's own cache."""
+
+    def __init__(self, isa: bytes, kind: str, rows: int, size: int = 0) -> None:
+        number = Kind[kind.upper()]
+        group = {"int4": 64, "int3": 64}.get(kind, 0)
+        form = Format(number) if number in FLOATS else Format(number, group, Kind.F16)
+        out, cols = _SHAPE
+        out = max(out, size // form.row_bytes(cols))
+        self.products = rows * out * cols
+        shape = ffi.new(
+            "clb_tensor *",
+            {"format": int(form.kind), "scale_format": int(form.scale), "rows": out, "cols": cols,
+             "group": group},
+        )  # fmt: skip
+        data = np.full(out * form.row_bytes(cols), 1, np.uint8)  # not zeros: those share a page
+        scales = np.ones(max(1, out * form.row_scales(cols)), np.float16)
+        x, y = np.ones((rows, cols), np.float32), np.empty((rows, out), np.float32)
+        self._error = ffi.new("clb_error *")
+        self._arguments = (
+            isa, shape, ffi.from_buffer("uint8_t[]", data), ffi.from_buffer(scales),
+            ffi.from_buffer("float[]", x), rows, ffi.from_buffer("float[]", y), self._error,
+        )  # fmt: skip
+        self.run()
+
+    def run(self) -> None:
+        """Once over the weights, in this thread, without the interpreter's lock."""
+        check(lib.clb_linear_test(*self._arguments), self._error)
+
+    def rate(self, seconds: float) -> float:
+        """Multiply-adds a second, of many runs the one in the middle."""
+        times, end = [], time.perf_counter() + seconds
+        while not times or time.perf_counter() < end:
+            begun = time.perf_counter()
+            self.run()
+            times.append(time.perf_counter() - begun)
+        return float(self.products / np.median(times))
 
 
 def step_seconds(container: Container, threads: int, isa: str | None = None) -> float:
@@ -132,7 +168,7 @@ def step_seconds(container: Container, threads: int, isa: str | None = None) -> 
 
 
 class DiskSpeed(NamedTuple):
-    """Bytes a second of reading records, and the seconds one read waits for its first byte."""
+    """Bytes a second of reading many records, and how much longer a lone one takes, in seconds."""
 
     rate: float
     latency: float
@@ -165,14 +201,15 @@ def disk_at(directory: Path) -> DiskSpeed:
 
 
 def _measure(disk: Disk, size: int) -> DiskSpeed:
-    """The best of a few ways; then one small read at a time."""
+    """The best of a few ways; then records that are read one by one."""
     piece = min(_PIECE, disk.record_bytes)
     ways = [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
-    rates = [rate for way in ways if (rate := disk.measure(way, size))]
-    small = Disk.of_file(disk.path, _SMALL)
-    alone = small.measure(DiskWay(False, _SMALL, 1), 64 * _SMALL)
-    best = max(rates)
-    return DiskSpeed(best, max(0.0, _SMALL / alone - _SMALL / best) if alone else ASSUMED_LATENCY)
+    rates = {way: disk.measure(way, size) or 0.0 for way in ways}
+    way = max(ways, key=lambda way: rates[way])
+    best = rates[way]
+    record = disk.record_bytes
+    alone = disk.measure(DiskWay(way.direct, piece, -(-record // piece)), size // 3)
+    return DiskSpeed(best, max(0.0, record / alone - record / best) if alone else ASSUMED_LATENCY)
 
 
 def measure(

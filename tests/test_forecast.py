@@ -161,6 +161,16 @@ def test_nothing_in_memory(glm):
     )
 
 
+def test_a_few_missing(glm):
+    """Most hits leave layers without a read; in the others a lone read takes all of its latency,
+    behind what is computed meanwhile."""
+    slow = replace(SLOW, latency=0.01)
+    one, some = RECORD / (50 * GB), 1 - 0.95**8
+    missed = 8 * 0.05 / some  # of a layer that misses any
+    waiting = 0.01 + missed * RECORD / (5 * GB) + one - 8 * one
+    assert Forecaster(glm, slow).step(0.95, 0).read == pytest.approx(75 * some * waiting)
+
+
 def test_products_limit_a_fast_memory(glm):
     """Where multiplying is slower than reading, weights and not bytes count."""
     products = dict.fromkeys(("int4", "int8", "f32"), (1000000000.0, 2000000000.0))
