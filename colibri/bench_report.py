@@ -91,6 +91,10 @@ def _more(figure: dict[str, Any]) -> Iterator[str]:
     ]
     if figure["planned_bytes"]:
         parts.append(f"planned {figure['planned_bytes'] / _GB:.2f} GB")
+    ahead = details["pilot_reads_per_token"].median
+    if ahead:
+        useful = details["pilot_useful_per_token"].median
+        parts.append(f"{ahead:.3g} experts a token read ahead, {useful:.3g} of them asked for")
     yield "; ".join(parts)
 
 

@@ -290,6 +290,7 @@ def test_pilots_differ_in_what_they_read_and_not_in_the_output(demo_container):
     )
     assert reads["off"] == 0 and reads["random"] < reads["oracle"] == useful["oracle"]
     assert useful["router"] <= reads["router"] > 0
+    assert render(report).count("of them asked for") == len(pilots) - 1
     missed = [figure["read_bytes_per_token"] for figure in report["figures"]]
     assert max(missed) < 1.05 * min(missed)
 
