@@ -3,6 +3,9 @@
 #include <stdlib.h>
 #include "core.h"
 
+/* Below every other choice, but still one: a group's sum of two must not become -inf. */
+static const float LAST = -1e38f;
+
 typedef struct route_job {
     clb_session *s;
     const clb_layer *layer;
@@ -48,7 +51,7 @@ static void route_row(const clb_config *c, const float *score, const float *bias
     int64_t k = c->experts_per_token;
     for (int64_t e = 0; e < c->experts; e++) {
         choice[e] = score[e] + bias[e];
-        if (!(choice[e] >= -3e38f)) choice[e] = -3e38f; /* NaN: last, but still a choice */
+        if (!(choice[e] >= LAST)) choice[e] = LAST; /* NaN too */
     }
     keep_groups(c, choice);
     for (int64_t i = 0; i < k; i++) {

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+import shardkit
+import tiny
 
 from colibri.container import Container
 from colibri.convert import convert_directory
@@ -153,6 +155,20 @@ def test_long_prompt(models, chunk):
         logits = session.prefill(ids)
         outcomes.add(Outcome(logits.tobytes(), session.last_hidden.tobytes(), caches(session)))
     assert len(outcomes) == 1
+
+
+def test_a_row_of_nans_stays_alone(tmp_path):
+    """A token whose embedding is NaN gets NaN logits and real experts; rows before it stay."""
+    arrays = shardkit.weights(tiny.GROUPS)  # two of four groups of experts are kept
+    arrays["model.embed_tokens.weight"][5] = np.nan
+    directory = shardkit.directory(tmp_path, {"model.safetensors": arrays}, tiny.GROUPS)
+    session = Session(Model.open(Container.open(directory)), 16, 4)
+    alone = session.step_all([7, 8]).copy()
+    session.rewind(0)
+    logits = session.step_all([7, 8, 5])
+    assert logits[:2].tobytes() == alone.tobytes() and np.isnan(logits[2]).all()
+    chosen = session.experts(session.model.config.num_hidden_layers - 1, 3)
+    assert all(0 <= a < b < 16 for row in chosen.tolist() for a, b in pairwise(row))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
