@@ -127,6 +127,8 @@ class Bench:
         if {"machine", "stream"} & set(request.sections):
             self._say("measuring the disk")
             self._limits.measure_disk(request.repeat)
+            for _ in range(request.repeat):
+                self._limits.measure_beside(max(request.threads))
         for number in range(request.repeat):
             turn = slice(None, None, -1 if number % 2 else 1)
             self._say(f"round {number + 1} of {request.repeat}")

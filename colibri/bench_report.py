@@ -28,6 +28,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield from _cores("memory", here["read_bandwidth"], "GB/s")
     yield from _cores("dots", here["dot_peak"], "G/s")
     yield from _disk(here["disk"])
+    yield from _cores("beside", here["disk_beside_products"], "GB/s from the disk")
     if report["figures"]:
         yield ""
         yield from _table(report["figures"])

@@ -1,5 +1,6 @@
 """The machine's limits as a benchmark keeps them: every measurement, and the latest of a kind."""
 
+import threading
 from typing import Any
 
 from colibri import machine
@@ -20,6 +21,7 @@ class Limits:
         self._memory: dict[int, list[float]] = {}
         self._dots: dict[int, list[float]] = {}
         self._reads: dict[DiskWay, list[float]] = {}
+        self._beside: dict[int, list[float]] = {}
         self._way: DiskWay | None = None
         self.notes: list[str] = []
 
@@ -64,6 +66,25 @@ class Limits:
             return None
         return self._disk.measure(self._way, self._sample_bytes)
 
+    def measure_beside(self, threads: int) -> None:
+        """The disk by the best way, once more, while so many threads multiply. A virtual machine's
+        disk may be worked by the very cores that compute."""
+        over = threading.Event()
+
+        def multiply() -> None:
+            while not over.is_set():
+                machine.dot_peak(self.isa, threads, 0.1)
+
+        busy = threading.Thread(target=multiply)
+        busy.start()
+        try:
+            rate = self.disk_rate()
+        finally:
+            over.set()
+            busy.join()
+        if rate is not None:
+            self._beside.setdefault(threads, []).append(rate)
+
     @property
     def _sample_bytes(self) -> int:
         return DISK_BYTES >> (3 if self._quick else 0)
@@ -74,6 +95,7 @@ class Limits:
             "isa": self.isa,
             "read_bandwidth": _by_threads(self._memory),
             "dot_peak": _by_threads(self._dots),
+            "disk_beside_products": _by_threads(self._beside),
             "disk": [
                 way.as_dict() | {"best": way == self._way, "per_second": Spread.of(found).as_dict()}
                 for way, found in self._reads.items()

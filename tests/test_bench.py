@@ -165,7 +165,10 @@ def test_limits_keep_every_measurement(demo_container):
     limits = Limits("scalar", Disk(demo_container, record_bytes(demo_container)), quick=True)
     limits.measure_disk(2)
     limits.measure_cores(1)
+    limits.measure_beside(2)
     plain = limits.as_dict()
+    (beside,) = plain["disk_beside_products"]
+    assert beside["threads"] == 2 and beside["per_second"]["min"] > 0
     assert all(len(row["per_second"]["values"]) == 2 for row in plain["disk"])
     assert sum(row["best"] for row in plain["disk"]) == 1
     best = max(plain["disk"], key=lambda row: row["per_second"]["median"])
