@@ -187,6 +187,11 @@ static int64_t dot_plain(crew *c, int32_t thread) {
 }
 
 #ifdef CLB_WIDE_DOTS
+/* Four weights by two activations: enough sums to hide the latency of each. */
+#define CLB_EIGHT_DOTS                                                                            \
+    CLB_DOT(s0, w0, q0); CLB_DOT(s1, w1, q0); CLB_DOT(s2, w2, q0); CLB_DOT(s3, w3, q0);           \
+    CLB_DOT(s4, w0, q1); CLB_DOT(s5, w1, q1); CLB_DOT(s6, w2, q1); CLB_DOT(s7, w3, q1)
+
 /* From registers: fifteen of sixteen hold weights, activations, ones and sums. */
 __attribute__((target("avx2"))) static int64_t dot_avx2(crew *c, int32_t thread) {
     __m256i w0 = _mm256_set1_epi8((char)(thread % 8)), w1 = w0, w2 = w0, w3 = w0;
@@ -197,14 +202,7 @@ __attribute__((target("avx2"))) static int64_t dot_avx2(crew *c, int32_t thread)
     s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(w, q), one))
     for (int64_t n = 0; n < ROUNDS; n++) {
         __asm__ volatile("" : "+x"(w0), "+x"(w1), "+x"(w2), "+x"(w3)); /* "new" weights */
-        CLB_DOT(s0, w0, q0);
-        CLB_DOT(s1, w1, q0);
-        CLB_DOT(s2, w2, q0);
-        CLB_DOT(s3, w3, q0);
-        CLB_DOT(s4, w0, q1);
-        CLB_DOT(s5, w1, q1);
-        CLB_DOT(s6, w2, q1);
-        CLB_DOT(s7, w3, q1);
+        CLB_EIGHT_DOTS;
     }
 #undef CLB_DOT
     __asm__ volatile("" : : "x"(s0), "x"(s1), "x"(s2), "x"(s3), "x"(s4), "x"(s5), "x"(s6), "x"(s7));
@@ -220,14 +218,7 @@ __attribute__((target("avx512f,avx512vnni"))) static int64_t dot_avx512(crew *c,
 #define CLB_DOT(s, w, q) s = _mm512_dpbusd_epi32(s, w, q)
     for (int64_t n = 0; n < ROUNDS; n++) {
         __asm__ volatile("" : "+v"(w0), "+v"(w1), "+v"(w2), "+v"(w3));
-        CLB_DOT(s0, w0, q0);
-        CLB_DOT(s1, w1, q0);
-        CLB_DOT(s2, w2, q0);
-        CLB_DOT(s3, w3, q0);
-        CLB_DOT(s4, w0, q1);
-        CLB_DOT(s5, w1, q1);
-        CLB_DOT(s6, w2, q1);
-        CLB_DOT(s7, w3, q1);
+        CLB_EIGHT_DOTS;
         CLB_DOT(s8, w0, q2);
         CLB_DOT(s9, w1, q2);
         CLB_DOT(sa, w2, q2);
