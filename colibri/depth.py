@@ -199,7 +199,8 @@ class Controller:
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
     LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
-    NEARLY, HOPELESS = 1.3, 3.0  # price of drafts, in what they give: try again soon; or last
+    # Price of drafts in what they give: worth the trouble; to be tried again soon; or last.
+    PAYS, NEARLY, HOPELESS = 0.985, 1.15, 3.0
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
         self.cap = cap
@@ -228,7 +229,7 @@ class Controller:
 
     @property
     def _pays(self) -> bool:
-        return self._make[0] <= 1.0
+        return self._make[0] <= self.PAYS
 
     def begin(self) -> None:
         """A policy that must give the same text twice starts each turn alike."""

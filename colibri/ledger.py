@@ -84,18 +84,16 @@ class Ledger:
         self._laps: deque[Lap] = deque(maxlen=_LAPS)
         self._open = self.segments[PICK]
         self._rows = 0
-        self._core: Segment | None = None
-        self._counters: Callable[[], dict[str, int]] = dict
-        self._before: dict[str, int] = {}
+        self._work: Callable[[], dict[str, dict[str, int]]] = dict
+        self._before: dict[str, dict[str, int]] = {}
         self._begun = self._since = 0.0
 
     # ---- during the turn ----------------------------------------------------------------------
 
     def begin(self, session: Session) -> None:
         """The turn starts now."""
-        self._counters = session.counters
-        self._before = session.counters()
-        self._open, self._core = self.segments[PICK], None
+        self._work, self._before = session.work, session.work()
+        self._open = self.segments[PICK]
         self._begun = self._since = self._clock()
 
     def enter(self, name: str, rows: int = 0) -> None:
@@ -110,8 +108,6 @@ class Ledger:
         if rows:
             segment.forwards += 1
             segment.rows += rows
-            if segment is not self._core:
-                self._settle(segment)
 
     def emitted(self, name: str, tokens: int) -> None:
         """Tokens were committed thanks to a segment."""
@@ -134,20 +130,13 @@ class Ledger:
         return laps
 
     def end(self) -> None:
-        """The turn is over."""
+        """The turn is over: what the core counted for each kind of work is the segment's."""
         self.enter(PICK)
-        self._settle(None)
         self.wall += self._since - self._begun
-
-    def _settle(self, segment: Segment | None) -> None:
-        """What the core counted since the last change belongs to the segment it ran for."""
-        now = self._counters()
-        if self._core is not None:
-            core = self._core.core
-            for name, value in now.items():
-                core[name] = core.get(name, 0) + value - self._before[name]
-        self._before = now
-        self._core = segment
+        for name, now in self._work().items():
+            core, before = self.segments[name].core, self._before[name]
+            for counter, value in now.items():
+                core[counter] = core.get(counter, 0) + value - before[counter]
 
     # ---- after it -----------------------------------------------------------------------------
 

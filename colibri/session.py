@@ -12,6 +12,7 @@ from colibri.model import Model, check
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
 _COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
+_WORK = ("plain", "verify", "absorb", "draft")  # in the order of csrc/colibri.h
 
 
 class Session:
@@ -37,8 +38,9 @@ class Session:
         self._draft_out = _floats(self._draft_logits)
         hidden = (self.max_rows, model.config.hidden_size)
         self._hidden = _view(lib.clb_session_hidden(self.handle), hidden)
-        counters = lib.clb_session_counters(self.handle)
+        counters, work = lib.clb_session_counters(self.handle), lib.clb_session_work(self.handle)
         self._counters = _view(counters, (len(_COUNTERS),), np.int64)
+        self._work = _view(work, (len(_WORK), len(_COUNTERS)), np.int64)
 
     def _make_room(self, rows: int) -> None:
         """Logits of a step: as many rows as one has ever asked for."""
@@ -207,6 +209,12 @@ class Session:
     def counters(self) -> dict[str, int]:
         """What the core has counted since the session began (csrc/colibri.h clb_counters)."""
         return dict(zip(_COUNTERS, self._counters.tolist(), strict=True))
+
+    def work(self) -> dict[str, dict[str, int]]:
+        """The counters by what the core was asked for: plain (a pass of one row), verify (of
+        several), absorb, draft. They sum up to `counters`."""
+        rows = zip(_WORK, self._work.tolist(), strict=True)
+        return {name: dict(zip(_COUNTERS, row, strict=True)) for name, row in rows}
 
     def cache(self, layer: int, kind: str) -> np.ndarray | None:
         """The "kv" or "index" cache of a layer: f32 view [context, width], or None."""

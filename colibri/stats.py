@@ -126,15 +126,15 @@ def full(receipt: Receipt) -> str:
 
 
 def _segments(ledger: Ledger) -> list[str]:
-    """A line per segment and their sum; MB are 10^6 bytes."""
-    heads = ["", "passes", "rows", "tokens", "    ms", "experts", "expert MB", "dense MB",
-             "head MB", "index scores"]  # fmt: skip
+    """A line per segment and their sum; loaded are the experts read, MB are 10^6 bytes."""
+    heads = ["", "passes", "rows", "tokens", "     ms", "experts", "expert MB", "loaded",
+             "read MB", "dense MB", "head MB", "index scores"]  # fmt: skip
     rows = [(name, _figures(segment)) for name, segment in ledger.segments.items()]
     rows.append(("together", [sum(column) for column in zip(*(f for _, f in rows), strict=True)]))
-    lines = [f"{heads[0]:<8}" + "".join(f"{head:>{len(head) + 4}}" for head in heads[1:])]
+    lines = [f"{heads[0]:<8}" + "".join(f"{head:>{len(head) + 2}}" for head in heads[1:])]
     for name, figures in rows:
         cells = zip(heads[1:], figures, strict=True)
-        lines.append(f"{name:<8}" + "".join(f"{_cell(v):>{len(h) + 4}}" for h, v in cells))
+        lines.append(f"{name:<8}" + "".join(f"{_cell(v):>{len(h) + 2}}" for h, v in cells))
     return [line.rstrip() for line in lines]
 
 
@@ -143,6 +143,7 @@ def _figures(segment: Segment) -> list[float]:
     return [
         segment.forwards, segment.rows, segment.tokens, segment.seconds * 1000,
         core.get("expert_uses", 0), core.get("expert_bytes", 0) / 1e6,
+        core.get("expert_loads", 0), core.get("read_bytes", 0) / 1e6,
         core.get("dense_bytes", 0) / 1e6, core.get("head_bytes", 0) / 1e6,
         core.get("index_scores", 0),
     ]  # fmt: skip

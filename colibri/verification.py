@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri import elementary
+from colibri._core import ffi, lib
 from colibri.errors import SamplingError
 from colibri.noise import Purpose
 from colibri.sampling import Distribution, Sampler
@@ -50,8 +51,8 @@ class Matching:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        warm = not sampler.params.greedy
-        self._scale = np.float32(1.0 / max(sampler.params.temperature, 1e-3)) if warm else None
+        self._scale = 1.0 if sampler.params.greedy else 1.0 / max(sampler.params.temperature, 1e-3)
+        self._scratch = ffi.new("float[]", sampler.vocab_used)
 
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
         """The drafter's own pick, drawn with the very noise the verifier will use."""
@@ -66,13 +67,10 @@ class Matching:
         return self.sampler.pick(logits, position)
 
     def _confidence(self, logits: Row, token: int) -> float:
-        """The drafter's probability of its draft. No token depends on it, so libm's exp will do."""
-        row = logits[: self.sampler.vocab_used]
-        if self._scale is None:  # greedy: the draft is the most likely token
-            weights = row - row[token]
-            return 1.0 / float(np.exp(weights, weights).sum())
-        weights = (row - row.max()) * self._scale
-        return float(np.exp(weights, weights)[token] / weights.sum())
+        """The drafter's probability of its draft; no token depends on it."""
+        row = ffi.from_buffer("float[]", logits)
+        used = self.sampler.vocab_used
+        return float(lib.clb_confidence(row, used, token, self._scale, self._scratch))
 
 
 class Rejection:

@@ -126,6 +126,9 @@ int32_t clb_session_restore(clb_session *session, int64_t length, int64_t mtp_le
 void clb_session_cancel(clb_session *session, int32_t on);
 void clb_session_watch(clb_session *session, int32_t fd);
 const clb_counters *clb_session_counters(const clb_session *session);
+/* The same by what was asked for: a pass of one row, of several rows, an absorb, a draft. */
+enum { CLB_PLAIN, CLB_VERIFY, CLB_ABSORB, CLB_DRAFT, CLB_WORKS };
+const clb_counters *clb_session_work(const clb_session *session); /* [CLB_WORKS] */
 
 /* Runs rows ids[n] at positions length.. and appends them. logits: [0 | 1 | n][vocab].
    On any error the length is unchanged and the session stays usable. */
@@ -157,6 +160,9 @@ int32_t clb_mtp_absorb(clb_session *session, const float *hidden, const int32_t 
 /* One draft step g >= 1 after absorb: token and recycled hidden in, logits and hidden out. */
 int32_t clb_mtp_draft(clb_session *session, int32_t token, int64_t step, float *hidden,
                       float *logits, clb_error *error);
+
+/* softmax(scale * logits)[token]; scratch: [n]. */
+float clb_confidence(const float *logits, int64_t n, int64_t token, float scale, float *scratch);
 
 /* ---- one linear, for tests and benchmarks -------------------------------------------------- */
 

@@ -107,7 +107,7 @@ struct clb_session {
     float *angles;       /* [max_rows][rope / 2][2] */
     atomic_int cancelled;
     int32_t watch_fd;
-    clb_counters counters;
+    clb_counters counters, work[CLB_WORKS]; /* all of it; by what was asked for */
     /* scratch of one step */
     float *x, *normed, *branch;        /* [max_rows][hidden] */
     float *concat;                     /* [max_rows][2 * hidden], MTP only */
@@ -205,5 +205,7 @@ void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int
                       int64_t y_stride);
 void clb_set_angles(clb_session *s, const clb_rows *rows);
 float *clb_thread_scratch(clb_session *s, int32_t thread);
+/* What was counted since `before` was done for this kind of work. */
+void clb_charge(clb_session *s, int32_t work, const clb_counters *before);
 
 #endif

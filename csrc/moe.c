@@ -198,8 +198,9 @@ static void make_runs(moe_job *job, int64_t number, int64_t n) {
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
     const clb_route *route = &s->routes[number];
-    int32_t start[CLB_MAX_EXPERTS + 1] = {0};
+    int32_t start[CLB_MAX_EXPERTS + 1];
     int64_t k = c->experts_per_token;
+    memset(start, 0, (size_t)(c->experts + 1) * sizeof *start);
     for (int64_t i = 0; i < n * k; i++) start[route->expert[i] + 1]++;
     for (int64_t e = 0; e < c->experts; e++) {
         if (start[e + 1]) {

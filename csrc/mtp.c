@@ -124,7 +124,9 @@ static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden,
 int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
                        float *logits, float *draft_hidden, clb_error *error) {
     pthread_mutex_lock(&s->model->step);
+    clb_counters before = s->counters;
     int32_t code = absorb(s, hidden, next, n, logits, draft_hidden, error);
+    clb_charge(s, CLB_ABSORB, &before);
     pthread_mutex_unlock(&s->model->step);
     return code;
 }
@@ -132,7 +134,9 @@ int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next,
 int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
                       clb_error *error) {
     pthread_mutex_lock(&s->model->step);
+    clb_counters before = s->counters;
     int32_t code = draft(s, token, step, hidden, logits, error);
+    clb_charge(s, CLB_DRAFT, &before);
     pthread_mutex_unlock(&s->model->step);
     return code;
 }

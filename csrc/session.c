@@ -167,6 +167,16 @@ int64_t clb_session_length(const clb_session *s) { return s->length; }
 
 const clb_counters *clb_session_counters(const clb_session *s) { return &s->counters; }
 
+const clb_counters *clb_session_work(const clb_session *s) { return s->work; }
+
+void clb_charge(clb_session *s, int32_t work, const clb_counters *before) {
+    int64_t now[sizeof *before / sizeof(int64_t)], then[sizeof now / sizeof *now], *sum;
+    memcpy(now, &s->counters, sizeof now);
+    memcpy(then, before, sizeof then);
+    sum = (int64_t *)&s->work[work]; /* a struct of nothing but int64 */
+    for (size_t i = 0; i < sizeof now / sizeof *now; i++) sum[i] += now[i] - then[i];
+}
+
 const float *clb_session_hidden(const clb_session *s) { return s->hidden; }
 
 void clb_session_watch(clb_session *s, int32_t fd) { s->watch_fd = fd; }

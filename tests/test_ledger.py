@@ -6,6 +6,7 @@ from itertools import count
 from time import perf_counter
 
 import pytest
+from toy import VOCAB, ToyDrafter, ToySession, drawn, remembered
 
 from colibri.depth import Fixed
 from colibri.drafting import MtpDrafter
@@ -19,14 +20,10 @@ class Core:
     """Counters that a test moves by hand."""
 
     def __init__(self) -> None:
-        self.now = {"expert_uses": 100, "forwards": 7}
+        self.now = {name: {"expert_uses": 100} for name in SEGMENTS[:4]}
 
-    def counters(self) -> dict[str, int]:
-        return dict(self.now)
-
-    def work(self, uses: int) -> None:
-        self.now["expert_uses"] += uses
-        self.now["forwards"] += 1
+    def work(self) -> dict[str, dict[str, int]]:
+        return {name: dict(counters) for name, counters in self.now.items()}
 
 
 def test_time_and_counters_go_to_the_segment_that_was_open():
@@ -36,7 +33,7 @@ def test_time_and_counters_go_to_the_segment_that_was_open():
     ledger.begin(core)
     for name, rows, uses in ((PLAIN, 1, 5), (ABSORB, 3, 2), (DRAFT, 1, 1), (VERIFY, 4, 11)):
         ledger.enter(name, rows)
-        core.work(uses)
+        core.now[name]["expert_uses"] += uses
         ledger.enter(PICK)
     ledger.enter(TEXT)
     ledger.end()
@@ -83,6 +80,8 @@ def test_the_parts_of_a_real_turn_add_up(demo_model, demo_tokenizer):
     session = Session(demo_model, 256, 64)
     ids = demo_tokenizer.encode_template("[gMASK]<sop><|user|>Hello<|assistant|><think></think>")
     logits, ledger = session.prefill(ids), Ledger()
+    for name, total in session.counters().items():
+        assert sum(work[name] for work in session.work().values()) == total, name
     before, begun = session.counters(), perf_counter()
     sampler = Sampler(SamplingParams(0), demo_model.config.vocab_size)
     loop = spec_decode(session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(150), ledger)
@@ -104,3 +103,65 @@ def test_the_parts_of_a_real_turn_add_up(demo_model, demo_tokenizer):
     # two passes a verification, but the last one may be cut short by the limit
     assert 0 <= 2 * ledger.segments[VERIFY].forwards - draft.forwards <= 2
     assert absorb.rows == session.mtp_length - (len(ids) - 1)
+
+
+class Clock:
+    """Time passes only when someone says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class TimedSession(ToySession):
+    """A pass takes a second and half a second more for each further row."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(remembered(lambda tokens: drawn("clock", tokens)), [3, 1])
+        self.clock = clock
+
+    def step_all(self, ids, want="all"):
+        self.clock.passes(0.5 + 0.5 * len(ids))
+        return super().step_all(ids, want)
+
+
+class TimedDrafter(ToyDrafter):
+    """Absorbs in 0.25 seconds a step, and catches up in 2 when the turn ends."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lambda tokens: drawn("clock" if len(tokens) % 3 else "other", tokens))
+        self.clock = clock
+
+    def draft(self, limit, rule, depth, ledger):
+        ledger.enter(ABSORB, 1)
+        self.clock.passes(0.25)
+        return super().draft(limit, rule, depth, ledger)
+
+    def finish(self, ledger):
+        ledger.enter(ABSORB, 1)
+        self.clock.passes(2.0)
+
+
+@pytest.mark.parametrize("depth", [0, 2, 5])
+def test_every_second_of_a_turn_is_in_exactly_one_segment(depth):
+    """Against a clock outside the loop: passes, drafts, the caller's own time and the end."""
+    clock = Clock()
+    session, ledger = TimedSession(clock), Ledger(lambda: clock.now)
+    sampler, drafter = Sampler(SamplingParams(0), VOCAB), TimedDrafter(clock)
+    logits, begun = session.logits(), clock.now
+    for _ in spec_decode(session, logits, sampler, drafter, Fixed(depth), Limits(30), ledger):
+        clock.passes(0.125)  # to show the tokens
+    seconds = {name: segment.seconds for name, segment in ledger.segments.items()}
+    rows = [len(step) for step in session.steps]
+    assert sum(seconds.values()) == ledger.wall == clock.now - begun
+    assert seconds[PLAIN] == rows.count(1)
+    assert seconds[VERIFY] == sum(0.5 + 0.5 * n for n in rows if n > 1)
+    assert seconds[TEXT] == 0.125 * (len(rows) + 1)
+    assert seconds[ABSORB] == 2.0 + 0.25 * len(rows) * (depth > 0) - 0.25 * late(rows, depth)
+
+
+def late(rows: list[int], depth: int) -> int:
+    """Steps for which there was no room to draft: the last one, when one token was left."""
+    return int(depth > 0 and rows[-1] == 1)
