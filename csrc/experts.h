@@ -27,7 +27,7 @@ int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_coun
 /* Marks the leases that became ready; with `block`, waits until at least one more is. */
 int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
                            clb_counters *counters, clb_error *error);
-/* Takes in what has arrived and puts more in flight; never waits. Cheap: call it between kernels. */
+/* Takes in what has arrived and puts more in flight; never waits, so call it between kernels. */
 void clb_residency_poll(clb_model *m);
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
 /* Recency: the experts of rows that were kept, in token order; those of other rows do not count. */

@@ -1,14 +1,9 @@
 /* Filling slots: an expert's extents are cut into pieces, many of which are in flight at once. */
-#include <time.h>
 #include "residency.h"
 
 /* Bytes of one read: large enough for a drive's full rate, small enough that one expert alone keeps
    several reads in flight. */
 enum { PIECE = 1 << 20 };
-
-/* Pieces in flight: enough for a drive's full rate, few enough that experts land one after the other
-   and the first is computed while the next ones are read. */
-enum { DEPTH = 6 };
 
 static void count_reads(clb_slot *s, const clb_extents *places) {
     s->reads_left = 0;
@@ -18,7 +13,7 @@ static void count_reads(clb_slot *s, const clb_extents *places) {
 
 void clb_load_pump(clb_model *m) {
     clb_residency *r = m->residency;
-    while (r->queue_head != r->queue_tail && CLB_READS - r->free_count < DEPTH) {
+    while (r->queue_head != r->queue_tail && r->free_count > 0) {
         clb_pending *p = &r->queue[r->queue_head % r->queue_size];
         const clb_extent *x = &p->places.at[p->extent];
         const clb_shard *shard = &m->shards[x->shard];
@@ -52,12 +47,6 @@ static void settle(clb_model *m, const clb_read *read) {
         s->failed = true;
     s->reads_left--;
     r->free_reads[r->free_count++] = i;
-}
-
-int64_t clb_now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 bool clb_load_take_in(clb_model *m, bool wait) {

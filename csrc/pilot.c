@@ -29,7 +29,7 @@ static void judge(clb_pilot *p, int32_t rank, bool useful) {
     t->next = p->hints + t->gap;
 }
 
-/* ---- guesses that are there ------------------------------------------------------------------- */
+/* ---- guesses that are there ------------------------------------------------------------------ */
 
 static bool stage_holds(const clb_slot *s, int32_t layer, int32_t expert) {
     return s->layer == layer && s->expert == expert && !s->failed;
@@ -75,7 +75,7 @@ static bool held(const clb_model *m, int32_t layer, int32_t expert) {
     return false;
 }
 
-/* ---- guesses to be read ------------------------------------------------------------------------ */
+/* ---- guesses to be read ---------------------------------------------------------------------- */
 
 /* False: no spare slot is free. */
 static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t rank) {
@@ -101,8 +101,7 @@ static void guess_by_router(clb_session *s, int64_t layer, int64_t rows) {
     clb_route_rows(s, next, layer, rows);
 }
 
-/* The surest guess that is not in memory yet, by the router's choice of any row; CLB_NONE: no more.
-   */
+/* The surest guess not yet in memory, by the router's choice of any row; CLB_NONE: no more. */
 static int32_t surest(const clb_session *s, int64_t layer, int64_t rows) {
     const clb_config *c = &s->model->config;
     const float *bias = s->model->layers[layer].v[CLB_ROUTER_BIAS];

@@ -232,10 +232,6 @@ void clb_reader_free(clb_reader *r) {
     free(r);
 }
 
-const char *clb_reader_name(const clb_reader *r) { return r->uring ? "io_uring" : "threads"; }
-
-int32_t clb_reader_room(const clb_reader *r) { return IN_FLIGHT - r->in_flight; }
-
 void clb_reader_submit(clb_reader *r, clb_read *reads, int32_t n) {
     r->in_flight += n;
     if (!r->uring) threads_submit(r, reads, n);

@@ -11,8 +11,8 @@ typedef struct clb_read {
     int fd;
     int64_t offset;
     uint32_t length;
-    uint8_t *out;  /* [length] */
-    int32_t tag;   /* the caller's */
+    uint8_t *out;   /* [length] */
+    int32_t tag;    /* the caller's */
     int32_t result; /* bytes read, or -errno, once done */
 } clb_read;
 
@@ -20,9 +20,7 @@ typedef struct clb_read {
    cache in the submitter otherwise. NULL: out of memory, or io_uring is not offered here. */
 clb_reader *clb_reader_new(bool uring, bool worker);
 void clb_reader_free(clb_reader *reader);
-const char *clb_reader_name(const clb_reader *reader);
-int32_t clb_reader_room(const clb_reader *reader); /* reads that may still be put in flight */
-/* Puts reads in flight; they must stay valid until done. n <= room. */
+/* Puts reads in flight, at most 256 at any time; they must stay valid until done. */
 void clb_reader_submit(clb_reader *reader, clb_read *reads, int32_t n);
 /* The next finished read; NULL when wait is false and none is done, when nothing is in flight, or
    when the ring broke and what is in flight is lost. */

@@ -5,23 +5,23 @@
 #include "reader.h"
 #include "slots.h"
 
-enum {
-    CLB_READS = 256, /* reads in flight at most */
-};
+/* Reads in flight at most: enough for a drive's full rate, few enough that experts land one after
+   the other and the first is computed while the next ones are read. */
+enum { CLB_READS = 6 };
 
 typedef struct clb_trust { /* in guesses of one rank: rank 0 is the surest of a layer */
-    float worth;       /* mean of the latest: +1 for one that was asked for, -1 for one that was not */
+    float worth;       /* mean of the latest: +1 for one that was asked for, else -1 */
     int64_t gap, next; /* while it is not worth it: hints between two tries, and the next one */
 } clb_trust;
 
 typedef struct clb_pilot { /* guesses about the next layer's experts */
     int32_t mode;
-    int32_t stage[CLB_PILOT_SLOTS]; /* spare slots of the main pool */
-    int32_t rank[CLB_PILOT_SLOTS];  /* of the guess in each */
+    int32_t stage[CLB_PILOT_SLOTS];   /* spare slots of the main pool */
+    int32_t rank[CLB_PILOT_SLOTS];    /* of the guess in each */
     clb_trust trust[CLB_PILOT_SLOTS]; /* by rank */
-    int64_t hints;                  /* layers it was asked about */
-    int64_t quiet;                  /* of those, the latest without an expert to read */
-    int32_t *fed;                   /* [layers][fed_count] guesses given from outside, surest first */
+    int64_t hints; /* layers it was asked about */
+    int64_t quiet; /* of those, the latest without an expert to read */
+    int32_t *fed;  /* [layers][fed_count] guesses given from outside, surest first */
     int64_t fed_count;
 } clb_pilot;
 
@@ -68,7 +68,6 @@ void clb_load_pump(clb_model *m);
 /* Takes in what has arrived; waits for one read when asked. False: nothing is left to wait for. */
 bool clb_load_take_in(clb_model *m, bool wait);
 bool clb_load_idle(const clb_residency *r); /* nothing is in flight or waiting */
-int64_t clb_now_ns(void);
 
 /* ---- pilot.c ------------------------------------------------------------------------------- */
 
