@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.errors import UsageError
+from colibri.memory import gigabytes
 
 IO_MODES = ("auto", "mmap", "buffered", "direct")
 _GIB = 1 << 30
@@ -57,8 +58,9 @@ def make_plan(
     left = budget - fixed
     if left < 0:
         raise UsageError(
-            f"the dense weights ({_size(demand.dense)}), the caches ({_size(demand.session)}) and "
-            f"{_size(reserve)} for the process do not fit {_size(budget)}; "
+            f"the dense weights ({gigabytes(demand.dense)}), the caches "
+            f"({gigabytes(demand.session)}) and {gigabytes(reserve)} for the process do not fit "
+            f"{gigabytes(budget)}; "
             "give more memory with --ram or a smaller --ctx"
         )
     fits, spare = _slots(demand, left)
@@ -68,8 +70,9 @@ def make_plan(
         return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget, ())
     if fits < 1:
         raise UsageError(
-            f"{_size(left)} are left for experts and one slot in each of {demand.layers} layers "
-            f"needs {_size(demand.slot_round)}; give more memory with --ram or use --io mmap"
+            f"{gigabytes(left)} are left for experts and one slot in each of {demand.layers} "
+            f"layers needs {gigabytes(demand.slot_round)}; give more memory with --ram or use "
+            "--io mmap"
         )
     footprint = fixed + fits * demand.slot_round + spare
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
@@ -105,9 +108,5 @@ def _notes(demand: Demand, slots: int) -> tuple[str, ...]:
     need = demand.experts_per_token * demand.slot_round
     return (
         f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}: "
-        f"every token reads all its experts; {_size(need)} for experts would change that",
+        f"every token reads all its experts; {gigabytes(need)} for experts would change that",
     )
-
-
-def _size(size: int) -> str:
-    return f"{size / _GIB:.2f} GB" if size >= _GIB else f"{size / (1 << 20):.0f} MB"

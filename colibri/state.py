@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from colibri.errors import StateError
 from colibri.strictjson import parse_object
 
-PARTIAL = ".partial"  # suffix of a file being written
+PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
 _SUM = "blake2b "
 
 
@@ -74,7 +74,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync(path.parent)
+        sync_directory(path.parent)
     except OSError as why:
         raise StateError(f"{path}: cannot be written: {why.strerror}") from why
     finally:
@@ -111,7 +111,8 @@ def checksum(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make renames in a directory survive a power cut."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

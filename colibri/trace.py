@@ -16,7 +16,7 @@ import numpy as np
 
 from colibri.errors import UsageError
 from colibri.session import Session
-from colibri.writer import PARTIAL
+from colibri.state import PARTIAL
 
 _FORMAT = "colibri-trace-1"
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from colibri.errors import ContainerError
 from colibri.layout import RECORD_ALIGN, TensorSpec
-
-PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
+from colibri.state import PARTIAL, sync_directory
 
 
 class ShardImage:
@@ -185,12 +184,3 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as why:
         partial.unlink(missing_ok=True)
         raise cannot_write(path, why) from why
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,8 +21,9 @@ from typing import Any
 from colibri.checkpoint import WORK, Checkpoint, merge
 from colibri.errors import ContainerError, UsageError
 from colibri.shard import Shard, TensorInfo
+from colibri.state import sync_directory
 from colibri.strictjson import parse_object
-from colibri.writer import cannot_write, sync_directory, write_file
+from colibri.writer import cannot_write, write_file
 
 RECORD = "conversion.json"  # kept beside the finished shards
 _VERSION = 1

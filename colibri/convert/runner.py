@@ -19,7 +19,8 @@ from colibri.convert.plan import Plan
 from colibri.convert.shelf import Shelf
 from colibri.convert.work import Reader
 from colibri.errors import ContainerError
-from colibri.writer import PARTIAL, cannot_write, sync_directory, write_at
+from colibri.state import PARTIAL, sync_directory
+from colibri.writer import cannot_write, write_at
 
 UNIT_BYTES = 1 << 30  # of source: at most this much is done again after a crash
 Sums = tuple[int, ...]
