@@ -18,7 +18,7 @@ from colibri.state import State
 from colibri.terminal import Terminal
 
 STORY = "Tell me a story about a fox."
-SNOW = "What colour is snow?"
+SNOW = "What is snow?"
 CHAT = ("chat", "--temp", "0")
 
 

@@ -102,7 +102,11 @@ class DemoOptimizer:
         return {"adam": self.adam.state_dict(), "momentum": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the moments; the peak rates stay those of the recipe."""
+        peaks = [group["peak"] for group in self.adam.param_groups]
         self.adam.load_state_dict(state["adam"])
+        for group, peak in zip(self.adam.param_groups, peaks, strict=True):
+            group["peak"] = peak
         for own, saved in zip(self.momentum, state["momentum"], strict=True):
             own.copy_(saved)
 

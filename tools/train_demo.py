@@ -3,7 +3,7 @@
 usage: train_demo.py trunk  DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume] [--random-init]
        train_demo.py finish DATA_DIR BASE_DIR RUN_DIR [--minutes M] [--resume]
 `trunk` trains the network with its MTP layer from BASE_DIR's weights by the schedule in
-demo_recipe.json, which is measured in minutes of training, not in steps. `finish` freezes the
+demo_recipe.json, which is measured in minutes of CPU time, not in steps. `finish` freezes the
 trunk, distils the DSA indexers from the attention they are to predict, and lets the MTP layer
 catch up with the trunk. RUN_DIR/trunk.pt and RUN_DIR/finish.pt are the checkpoints (weights,
 optimiser, random state, minutes), RUN_DIR/log.txt is the log.
@@ -34,20 +34,19 @@ from export_demo import load_model
 from torch import Tensor, nn
 
 CHECKPOINT_SECONDS = 180.0
-LONGEST_STEP = 30.0  # seconds
 LOG_STEPS = 25
 FINISH_ROWS, FINISH_WARM, FINISH_BIAS_RATE = 2, 20, 5e-4
 
 
 class Clock:
-    """Training time; a restart goes on from `spent`, and a pause of the process does not count."""
+    """CPU time of training; a restart goes on from `spent`, and waiting does not count."""
 
     def __init__(self, minutes: float, spent: float = 0.0) -> None:
-        self.limit, self.spent, self.last = minutes * 60, spent, time.monotonic()
+        self.limit, self.spent, self.last = minutes * 60, spent, time.process_time()
 
     def seconds(self) -> float:
-        now = time.monotonic()
-        self.spent += min(now - self.last, LONGEST_STEP)
+        now = time.process_time()
+        self.spent += now - self.last
         self.last = now
         return self.spent
 
