@@ -330,8 +330,14 @@ def test_kernels_of_other_processors(tmp_path):
         "kernels_neon": "emulate_neon.h",
         "kernels_neon_dot": "emulate_neon.h",
     }
-    sources = [*sorted((ROOT / "csrc").glob("kernels*.c")), ROOT / "csrc" / "angles.c"]
-    sources.append(ROOT / "tests" / "c" / "test_kernels.c")
+    none = tmp_path / "no_avx2.c"  # this machine's own tables are compared above
+    none.write_text(
+        '#include "kernels.h"\nconst clb_kernels *clb_kernels_avx2(void) { return 0; }\n'
+    )
+    sources = [
+        source for source in (ROOT / "csrc").glob("kernels*.c") if source.stem != "kernels_avx2"
+    ]
+    sources += [none, ROOT / "csrc" / "angles.c", ROOT / "tests" / "c" / "test_kernels.c"]
 
     def compile_one(source: Path) -> str:
         extra = emulations.get(source.stem)
