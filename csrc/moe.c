@@ -1,6 +1,6 @@
-/* The mixture of experts: each distinct expert runs once over all the rows that chose it, the shared
-   one and those in memory first, the others as they arrive. A row's experts are added in ascending
-   id, the shared one last, whatever order they were computed in. */
+/* The mixture of experts: each distinct expert runs once over all the rows that chose it, the
+   shared one and those in memory first, the others as they arrive. A row's experts are added in
+   ascending id, the shared one last, whatever order they were computed in. */
 #include <string.h>
 #include "experts.h"
 
