@@ -53,9 +53,9 @@ class FixedCosts:
 
 
 class Mean:
-    """A mean that forgets, and that no single slow value moves far: after `memory` values the
-    oldest count for little; a value above WILD means counts as that; a mean of few values gives
-    way to one far below it (the first pass after a start is often slow).
+    """A mean that forgets, and that no single wild value moves far: after `memory` values the
+    oldest count for little; a value counts as WILD times the mean at most, and as the mean by WILD
+    at least; but a mean of few values gives way to one far below (a first pass is often slow).
     """
 
     WILD, FEW = 1.5, 4.0
@@ -67,10 +67,11 @@ class Mean:
     def add(self, value: float, weight: float = 1.0) -> None:
         """One more value, which may count for less than one."""
         if self.weight > 0.0:
-            most = self.WILD * self.total / self.weight
-            if self.weight < self.FEW and value * self.WILD * self.WILD < most:
+            mean = self.total / self.weight
+            if self.weight < self.FEW and value * self.WILD**3 < mean:
                 self.total = self.weight = 0.0
-            value = min(value, most)
+            else:
+                value = min(max(value, mean / self.WILD), mean * self.WILD)
         self.age(weight)
         self.total += value * weight
         self.weight += weight

@@ -252,3 +252,14 @@ def test_draft_logits_without_a_finite_value_end_the_drafting(mode, temperature)
     for position in range(50):
         token, confidence, _ = rule.propose(row, position, 0)
         assert token < 6 and 0 < confidence <= 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_confidence_is_the_drafters_probability(temperature):
+    """How sure a draft is: softmax of its logits over the real tokens, at the temperature."""
+    logits = np.random.default_rng(3).normal(0, 4, 60).astype(np.float32)
+    rule = Matching(Sampler(SamplingParams(temperature, seed=1), 50))
+    token, confidence, q = rule.propose(logits, 7, 0)
+    z = logits[:50].astype(np.float64) / (temperature or 1.0)
+    p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    assert confidence == pytest.approx(p[token], rel=1e-5) and q is None
