@@ -205,10 +205,10 @@ int32_t clb_encode(const char *isa, const clb_source *source, const clb_tensor *
    own instructions. */
 uint32_t clb_crc32(const uint8_t *data, int64_t n, uint32_t crc, int32_t plain);
 
-/* ---- what the machine can do: the limits of a benchmark ------------------------------------------ */
+/* ---- what the machine can do: the limits of a benchmark -------------------------------------- */
 
-/* Bytes a second that `threads` threads read together from `bytes` of memory, each from 1, 2, 4 or 8
-   places at once, asking `ahead` bytes in advance (0: the hardware does). */
+/* Bytes a second that `threads` threads read together from `bytes` of memory, each from 1, 2, 4 or
+   8 places at once, asking `ahead` bytes in advance (0: the hardware does). */
 int32_t clb_measure_read_bandwidth(int32_t threads, int64_t bytes, double seconds, int32_t streams,
                                    int32_t ahead, double *rate, clb_error *error);
 /* 8-bit products with 32-bit sums a second, from registers, by the instructions of a table. */

@@ -75,9 +75,6 @@ struct clb_model {
 typedef struct clb_input { /* rows that feed one or more matrices, quantised when first asked */
     clb_acts form[2];      /* by clb_order */
     bool ready[2];
-    int64_t rows, cols, capacity;
-    const float *x;
-    int64_t stride;
 } clb_input;
 
 typedef struct clb_selection { /* the keys one row attends to */
@@ -160,6 +157,8 @@ int32_t clb_populate(const uint8_t *p, int64_t n, bool start);
 
 int32_t clb_tensor_check(const clb_tensor *tensor, clb_matrix *shape, clb_error *error);
 bool clb_is_float(int32_t format);
+int64_t clb_scale_bytes(const clb_matrix *w);
+int64_t clb_matrix_bytes(const clb_matrix *w); /* payload and scales */
 
 /* ---- linear.c ----------------------------------------------------------------------------- */
 

@@ -162,9 +162,8 @@ static int32_t lease_slot(clb_model *m, clb_lease *lease, int64_t step, clb_coun
 }
 
 static int32_t populate_matrix(const clb_matrix *w, bool start) {
-    int64_t scales = w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
     if (clb_populate(w->data, w->rows * w->row_bytes, start)) return CLB_IO;
-    return w->scales ? clb_populate(w->scales, scales, start) : CLB_OK;
+    return w->scales ? clb_populate(w->scales, clb_scale_bytes(w), start) : CLB_OK;
 }
 
 /* Mapped: start the reads of all the leases, then wait for each. */

@@ -34,6 +34,10 @@ typedef struct clb_acts { /* S rows of activations, in the form a format's kerne
    CLB_NATURAL: 0..63, for int8 (offset 128) and for int3 and int2, which run as int8. */
 typedef enum { CLB_NATURAL, CLB_EVEN_ODD } clb_order;
 
+static inline clb_order clb_order_of(int32_t format) {
+    return format == CLB_INT4 ? CLB_EVEN_ODD : CLB_NATURAL;
+}
+
 /* Output rows [first, last) for every row of x: y[r * y_stride + o]. Each output is a function of
    its own weights and its own row of x alone, whatever the other arguments. */
 typedef void clb_linear_fn(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,

@@ -5,17 +5,12 @@
 
 enum { ROWS_A_CHUNK = 16 }; /* output rows: fewer are not worth handing over */
 
-static clb_order order_of(int32_t format) {
-    return format == CLB_INT4 ? CLB_EVEN_ODD : CLB_NATURAL;
-}
-
 /* ---- rows of activations -------------------------------------------------------------------- */
 
 int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes) {
     int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK, n;
     memset(input, 0, sizeof *input);
     if (!clb_mul(capacity, blocks * (int64_t)sizeof(clb_cell), &n)) return CLB_NO_MEMORY;
-    input->capacity = capacity;
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
         a->cells = malloc((size_t)n);
@@ -34,10 +29,6 @@ void clb_input_free(clb_input *input) {
 }
 
 void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t rows, int64_t cols) {
-    input->x = x;
-    input->stride = stride;
-    input->rows = rows;
-    input->cols = cols;
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
         a->rows = rows;
@@ -65,11 +56,10 @@ static void quantize_rows(void *arg, int64_t begin, int64_t end, int32_t thread)
 }
 
 const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format) {
-    clb_order order = order_of(format);
+    clb_order order = clb_order_of(format);
     clb_acts *acts = &input->form[order];
     if (clb_is_float(format) || input->ready[order]) return acts;
-    /* int3 and int2 share int8's order and ignore its start values */
-    quantize_job job = {model->kernels, acts, order == CLB_NATURAL ? CLB_INT8 : CLB_INT4};
+    quantize_job job = {model->kernels, acts, format};
     clb_parallel(model->pool, acts->rows, 4, quantize_rows, &job);
     input->ready[order] = true;
     return acts;

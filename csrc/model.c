@@ -198,10 +198,9 @@ static int32_t check_place(const clb_model *m, const clb_tensor *t, clb_matrix *
                            clb_error *error) {
     int32_t code = clb_tensor_check(t, shape, error);
     if (code) return code;
-    int64_t scale_bytes = shape->rows * shape->row_scales * (t->scale_format == CLB_F16 ? 2 : 4);
     const struct { int32_t shard; int64_t offset, bytes; } part[2] = {
         {t->shard, t->offset, shape->rows * shape->row_bytes},
-        {t->scale_shard, t->scale_offset, scale_bytes}};
+        {t->scale_shard, t->scale_offset, clb_scale_bytes(shape)}};
     for (int i = 0; i < (clb_is_float(t->format) ? 1 : 2); i++) {
         if (part[i].shard < 0 || part[i].shard >= m->shard_count)
             return clb_fail(error, CLB_INVALID, "shard %d was not added", part[i].shard);
@@ -239,14 +238,9 @@ static clb_matrix in_place(const clb_model *m, const clb_tensor *t, clb_matrix s
     return shape;
 }
 
-
-static int64_t scale_bytes(const clb_matrix *w) {
-    return w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
-}
-
 static void set_parts(clb_expert *e, int64_t which, const clb_tensor *t, const clb_matrix *shape) {
     e->part[2 * which] = (clb_place){t->shard, t->offset, shape->rows * shape->row_bytes};
-    e->part[2 * which + 1] = (clb_place){t->scale_shard, t->scale_offset, scale_bytes(shape)};
+    e->part[2 * which + 1] = (clb_place){t->scale_shard, t->scale_offset, clb_scale_bytes(shape)};
 }
 
 int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *tensors,
@@ -274,7 +268,7 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
                             "its neighbours or the configuration", number, (int)(i / 3));
         *place[i % 3] = in_place(m, t, shape);
         set_parts(&layer->experts[i / 3], i % 3, t, &shape);
-        if (i < 3) layer->expert_bytes += shape.rows * shape.row_bytes + scale_bytes(&shape);
+        if (i < 3) layer->expert_bytes += clb_matrix_bytes(&shape);
     }
     return CLB_OK;
 }
@@ -284,10 +278,9 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
 static int64_t aligned(int64_t n) { return (n + 63) / 64 * 64; }
 
 /* Bytes of role's copy: vectors become f32, matrices keep their bytes. */
-static void copy_sizes(const clb_tensor *t, const clb_matrix *w, int32_t role, int64_t *data,
-                       int64_t *scales) {
+static void copy_sizes(const clb_matrix *w, int32_t role, int64_t *data, int64_t *scales) {
     *data = is_vector(role) ? w->cols * 4 : w->rows * w->row_bytes;
-    *scales = w->rows * w->row_scales * (t->scale_format == CLB_F16 ? 2 : 4);
+    *scales = clb_scale_bytes(w);
 }
 
 static int32_t copy_role(clb_model *m, clb_layer *layer, int32_t role, uint8_t *out,
@@ -295,7 +288,7 @@ static int32_t copy_role(clb_model *m, clb_layer *layer, int32_t role, uint8_t *
     const clb_tensor *t = &layer->spec[role];
     clb_matrix *w = &layer->w[role];
     int64_t data, scales;
-    copy_sizes(t, w, role, &data, &scales);
+    copy_sizes(w, role, &data, &scales);
     if (is_vector(role)) {
         clb_matrix mapped = in_place(m, t, *w);
         if (clb_populate(mapped.data, w->row_bytes, false))
@@ -323,7 +316,7 @@ static int32_t plan_layer(clb_model *m, clb_layer *layer, int32_t number, int64_
         }
         int32_t code = clb_tensor_check(&layer->spec[role], &layer->w[role], error);
         if (code) return code;
-        copy_sizes(&layer->spec[role], &layer->w[role], role, &data, &scales);
+        copy_sizes(&layer->w[role], role, &data, &scales);
         offsets[role] = *total;
         if (__builtin_add_overflow(*total, aligned(data) + aligned(scales), total))
             return clb_fail(error, CLB_INVALID, "layer %d is too large", number);

@@ -45,7 +45,7 @@ static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
 static void run_tasks(moe_job *job, const clb_matrix *w, const clb_run *run, clb_input *input,
                       float *y, int64_t task, int64_t count) {
     int64_t pair = run->first - job->base, first = task * UNIT, last = (task + count) * UNIT;
-    clb_acts acts = part_of(&input->form[w->format == CLB_INT4], pair, run->last - job->base);
+    clb_acts acts = part_of(&input->form[clb_order_of(w->format)], pair, run->last - job->base);
     job->s->model->kernels->linear[w->format](w, &acts, first, last < w->rows ? last : w->rows,
                                               y + pair * w->rows, w->rows);
 }
@@ -82,10 +82,9 @@ static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
 /* ---- rows of activations -------------------------------------------------------------------- */
 
 static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int32_t format) {
-    clb_acts *a = &input->form[format == CLB_INT4];
+    clb_acts *a = &input->form[clb_order_of(format)];
     if (clb_is_float(format)) return;
-    m->kernels->quantize(a->x + row * a->x_stride, a->cols,
-                         format == CLB_INT4 ? CLB_INT4 : CLB_INT8, a->cells + row * a->blocks,
+    m->kernels->quantize(a->x + row * a->x_stride, a->cols, format, a->cells + row * a->blocks,
                          a->scale + row * a->blocks);
 }
 
@@ -94,8 +93,8 @@ static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
     moe_job *job = arg;
     clb_session *s = job->s;
     int32_t format = job->leases[job->batch.first].gate.format;
-    const clb_acts *from = &s->in_mlp.form[format == CLB_INT4];
-    clb_acts *to = &s->in_pairs.form[format == CLB_INT4];
+    const clb_acts *from = &s->in_mlp.form[clb_order_of(format)];
+    clb_acts *to = &s->in_pairs.form[clb_order_of(format)];
     int64_t blocks = from->blocks;
     (void)thread;
     for (int64_t n = begin; n < end; n++) {

@@ -63,10 +63,8 @@ static void keep_seed(clb_session *s) {
 static int64_t key_bytes(const clb_layer *layer) {
     const int32_t roles[] = {CLB_EH, CLB_KV_A, CLB_INDEX_K};
     int64_t bytes = 0;
-    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) {
-        const clb_matrix *w = &layer->w[roles[i]];
-        bytes += w->rows * (w->row_bytes + w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4));
-    }
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        bytes += clb_matrix_bytes(&layer->w[roles[i]]);
     return bytes;
 }
 

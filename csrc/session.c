@@ -147,8 +147,7 @@ void clb_session_free(clb_session *s) {
                      s->index_order, s->selected, s->selected_index, s->mtp_seed_index,
                      s->thread_scratch, s->x, s->normed, s->branch, s->hidden, s->concat, s->gate,
                      s->up, s->router, s->shared, s->pair_out, s->pairs, s->captured, s->leases,
-                     s->runs,
-                     s->active_runs, s->active_pairs};
+                     s->runs, s->active_runs, s->active_pairs};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,
                            &s->in_inner, &s->in_head, &s->in_concat};

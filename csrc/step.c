@@ -66,8 +66,7 @@ void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits) {
     const clb_matrix *head = &s->model->top.w[CLB_HEAD];
     clb_input_set(&s->in_head, hidden, c->hidden, n, c->hidden);
     clb_project(s->model, head, &s->in_head, logits, c->vocab);
-    s->counters.head_bytes += head->rows * (head->row_bytes +
-                              head->row_scales * (head->scale_format == CLB_F16 ? 2 : 4));
+    s->counters.head_bytes += clb_matrix_bytes(head);
 }
 
 /* ---- one layer ------------------------------------------------------------------------------ */

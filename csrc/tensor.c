@@ -5,6 +5,14 @@ bool clb_is_float(int32_t format) {
     return format == CLB_F32 || format == CLB_BF16 || format == CLB_F16;
 }
 
+int64_t clb_scale_bytes(const clb_matrix *w) {
+    return w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
+}
+
+int64_t clb_matrix_bytes(const clb_matrix *w) {
+    return w->rows * w->row_bytes + clb_scale_bytes(w);
+}
+
 static int64_t row_bytes_of(int32_t format, int64_t cols) {
     switch (format) {
     case CLB_F32: return cols * 4;
