@@ -74,6 +74,7 @@ $(VENV)/made:
 
 # Editable, so that Python sources are used as they are; the core is compiled again when it changed.
 $(BUILT): $(VENV)/made pyproject.toml setup.py csrc/build.py $(SOURCES) $(HEADERS)
+	@echo "compiling the core and installing what it needs: some minutes, once"
 	$(PIP) install --no-build-isolation --editable .
 	@touch $@
 
