@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,10 @@ from colibri.tokenizer import Tokenizer
 # How long drawing or an example takes says something about the machine, nothing about the code.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
+
+# A job in the background of a shell starts with Ctrl-C ignored, and so do its children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
