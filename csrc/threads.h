@@ -1,4 +1,4 @@
-/* A small pool. Work is cut into chunks of output rows; nothing else is ever split. */
+/* A small pool. Work is cut into chunks of outputs (rows, heads, columns); a sum is never split. */
 #ifndef CLB_THREADS_H
 #define CLB_THREADS_H
 #include <stdint.h>
