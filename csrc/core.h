@@ -143,6 +143,12 @@ int32_t clb_fail(clb_error *error, int32_t code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 bool clb_mul(int64_t a, int64_t b, int64_t *product); /* false on overflow or a negative factor */
 
+/* ---- memory.c ----------------------------------------------------------------------------- */
+
+void *clb_zeroed(int64_t bytes); /* zeros, committed as they are touched; NULL: none left */
+void clb_zeroed_free(void *memory);
+void *clb_paged(int64_t bytes); /* in huge pages where there are any, for free(); NULL: none left */
+
 /* ---- shard.c ------------------------------------------------------------------------------ */
 
 int32_t clb_shard_open(clb_shard *shard, const char *path, int64_t size, clb_error *error);

@@ -1,5 +1,4 @@
 /* y = W x for rows of activations: quantise the input once, hand out chunks of output rows. */
-#include <stdlib.h>
 #include <string.h>
 #include "core.h"
 
@@ -13,8 +12,8 @@ int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t 
     if (!clb_mul(capacity, blocks * (int64_t)sizeof(clb_cell), &n)) return CLB_NO_MEMORY;
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
-        a->cells = malloc((size_t)n);
-        a->scale = calloc((size_t)(capacity * blocks + CLB_LANES), sizeof *a->scale);
+        a->cells = clb_zeroed(n);
+        a->scale = clb_zeroed((capacity * blocks + CLB_LANES) * (int64_t)sizeof *a->scale);
         if (!a->cells || !a->scale) return CLB_NO_MEMORY;
     }
     *bytes += 2 * (n + (capacity * blocks + CLB_LANES) * 4);
@@ -23,8 +22,8 @@ int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t 
 
 void clb_input_free(clb_input *input) {
     for (int i = 0; i < 2; i++) {
-        free(input->form[i].cells);
-        free(input->form[i].scale);
+        clb_zeroed_free(input->form[i].cells);
+        clb_zeroed_free(input->form[i].scale);
     }
 }
 

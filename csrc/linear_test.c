@@ -1,12 +1,11 @@
 /* One linear with its data in memory: the door through which tests and benchmarks come in. */
-#include <stdlib.h>
 #include "core.h"
 
 static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts *acts,
                              clb_error *error) {
     size_t blocks = (size_t)acts->rows * (size_t)acts->blocks;
-    acts->cells = malloc(blocks * sizeof *acts->cells);
-    acts->scale = calloc(blocks + CLB_LANES, sizeof *acts->scale);
+    acts->cells = clb_zeroed((int64_t)(blocks * sizeof *acts->cells));
+    acts->scale = clb_zeroed((int64_t)((blocks + CLB_LANES) * sizeof *acts->scale));
     if (!acts->cells || !acts->scale)
         return clb_fail(error, CLB_NO_MEMORY, "no memory for %lld quantised activation rows",
                         (long long)acts->rows);
@@ -41,7 +40,7 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
         code = quantize_rows(table, w.format, &acts, error);
     if (code == CLB_OK)
         table->linear[w.format](&w, &acts, 0, w.rows, y, w.rows);
-    free(acts.cells);
-    free(acts.scale);
+    clb_zeroed_free(acts.cells);
+    clb_zeroed_free(acts.scale);
     return code;
 }

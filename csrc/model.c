@@ -336,8 +336,8 @@ int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *
     int32_t code = plan_layer(m, layer, number, offsets, &total, error);
     if (code) return code;
     free(layer->memory);
-    layer->memory = NULL;
-    if (posix_memalign((void **)&layer->memory, 4096, (size_t)aligned(total) + 64))
+    layer->memory = clb_paged(aligned(total) + 64);
+    if (!layer->memory)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory: layer %d needs %lld bytes", number,
                         (long long)total);
     for (int32_t role = 0; role < CLB_ROLES && !code; role++)

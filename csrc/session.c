@@ -12,14 +12,14 @@ typedef struct budget { /* a failed or overflowing allocation is noticed once, a
     bool failed;
 } budget;
 
-/* Zeroed, so that untouched cache rows cost no memory; the system commits pages on first write. */
+/* Zeroed, so that untouched cache rows cost no memory. */
 static void *take(budget *b, int64_t count, int64_t width, int64_t item) {
     int64_t n;
     if (!clb_mul(count, width, &n) || !clb_mul(n, item, &n)) {
         b->failed = true;
         return NULL;
     }
-    void *p = calloc(1, (size_t)n + 64);
+    void *p = clb_zeroed(n + 64);
     if (!p) b->failed = true;
     else b->bytes += n;
     return p;
@@ -137,10 +137,10 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
 void clb_session_free(clb_session *s) {
     if (!s) return;
     for (int64_t i = 0; i < s->layer_count; i++) { /* the model may be gone */
-        if (s->kv) free(s->kv[i]);
-        if (s->index_keys) free(s->index_keys[i]);
-        if (s->routes) free(s->routes[i].expert);
-        if (s->routes) free(s->routes[i].weight);
+        if (s->kv) clb_zeroed_free(s->kv[i]);
+        if (s->index_keys) clb_zeroed_free(s->index_keys[i]);
+        if (s->routes) clb_zeroed_free(s->routes[i].expert);
+        if (s->routes) clb_zeroed_free(s->routes[i].weight);
     }
     void *owned[] = {s->kv, s->index_keys, s->routes, s->q_latent, s->query, s->absorbed,
                      s->heads_out, s->angles, s->index_query, s->index_weight, s->index_score,
@@ -148,7 +148,7 @@ void clb_session_free(clb_session *s) {
                      s->thread_scratch, s->x, s->normed, s->branch, s->hidden, s->concat, s->gate,
                      s->up, s->router, s->shared, s->pair_out, s->pairs, s->captured, s->leases,
                      s->runs, s->active_runs, s->active_pairs};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) clb_zeroed_free(owned[i]);
     clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,
                            &s->in_inner, &s->in_head, &s->in_concat};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) clb_input_free(inputs[i]);
@@ -220,7 +220,7 @@ const int32_t *clb_session_experts(const clb_session *s, int32_t layer) {
 
 int32_t clb_session_capture(clb_session *s, int32_t on, clb_error *error) {
     budget b = {0};
-    free(s->captured);
+    clb_zeroed_free(s->captured);
     s->captured = NULL;
     if (on) s->captured = take(&b, s->model->layer_count * s->max_rows,
                                s->model->config.index_topk + 1, (int64_t)sizeof *s->captured);

@@ -1,0 +1,36 @@
+/* Memory that begins where processors read it fastest. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include "core.h"
+
+enum {
+    LINE = 64, /* a vector that crosses two cache lines takes two loads */
+    PAGE = 4096,
+    HUGE_PAGE = 2 << 20,
+};
+
+/* The system commits pages on first write, which only calloc leaves to it: the block's own address
+   is kept in front. */
+void *clb_zeroed(int64_t bytes) {
+    uint8_t *block = calloc(1, (size_t)bytes + 2 * LINE);
+    if (!block) return NULL;
+    uint8_t *line = block + 2 * LINE - (uintptr_t)block % LINE;
+    memcpy(line - sizeof block, &block, sizeof block);
+    return line;
+}
+
+void clb_zeroed_free(void *memory) {
+    void *block;
+    if (!memory) return;
+    memcpy(&block, (uint8_t *)memory - sizeof block, sizeof block);
+    free(block);
+}
+
+void *clb_paged(int64_t bytes) {
+    void *memory;
+    int64_t whole = bytes / HUGE_PAGE * HUGE_PAGE; /* the rest in small pages: nothing is wasted */
+    if (posix_memalign(&memory, whole ? HUGE_PAGE : PAGE, (size_t)bytes)) return NULL;
+    if (whole) madvise(memory, (size_t)whole, MADV_HUGEPAGE);
+    return memory;
+}
