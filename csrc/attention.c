@@ -45,17 +45,11 @@ void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, cons
 
 /* ---- queries into the latent space ---------------------------------------------------------- */
 
-/* Rows [first, first + n) of kv_b as floats, n <= ROW_TILE: [n][kv_lora]. */
-static void dequantize_rows(const attention_job *job, int64_t first, int64_t n, float *out) {
-    const clb_matrix *w = &job->layer->w[CLB_KV_B];
-    for (int64_t i = 0; i < n; i++)
-        job->s->model->kernels->dequantize_row(w, first + i, out + i * w->cols);
-}
-
 /* absorbed[r][h] = [sum over nope rows of kv_b, in order | roped query], for one head. */
 static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
     int64_t width = c->kv_lora + c->rope, head = c->nope + c->rope;
     const float *at[ROW_TILE];
     for (int64_t r = 0; r < job->n; r++) {
@@ -67,10 +61,10 @@ static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     for (int i = 0; i < ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
     for (int64_t i = 0; i < c->nope; i += ROW_TILE) {
         int64_t n = c->nope - i < ROW_TILE ? c->nope - i : ROW_TILE;
-        dequantize_rows(job, h * (c->nope + c->v_head) + i, n, rows);
+        k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, n, rows);
         for (int64_t r = 0; r < job->n; r++)
-            s->model->kernels->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
-                                     s->absorbed + (r * c->heads + h) * width, c->kv_lora);
+            k->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
+                     s->absorbed + (r * c->heads + h) * width, c->kv_lora);
     }
 }
 
@@ -82,27 +76,12 @@ static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread
 
 /* ---- scores, softmax, weighted latents ------------------------------------------------------ */
 
-static const float *key_at(const attention_job *job, const clb_selection *keys, int64_t t) {
+/* Where the n keys from number t on are: [n], at most KEY_TILE. */
+static void find_keys(const attention_job *job, const clb_selection *keys, int64_t t, int64_t n,
+                      const float **at) {
     const clb_config *c = &job->s->model->config;
-    return job->kv + (keys->dense ? t : keys->index[t]) * (c->kv_lora + c->rope);
-}
-
-/* scores[h][t] of one tile of keys, before the softmax. */
-static void score_tile(const attention_job *job, const clb_selection *keys, int64_t first,
-                       int64_t n, const float *query, int64_t heads, float *scores) {
-    const clb_config *c = &job->s->model->config;
-    const clb_kernels *k = job->s->model->kernels;
-    int64_t width = c->kv_lora + c->rope, count = keys->count;
-    float scale = 1.0f / sqrtf((float)(c->nope + c->rope));
-    for (int64_t h = 0; h < heads; h++) {
-        float *out = scores + h * count + first;
-        const float *q = query + h * width;
-        if (keys->dense)
-            k->dots(key_at(job, keys, first), width, n, q, width, out, 1);
-        else
-            for (int64_t t = 0; t < n; t++) out[t] = k->dot(key_at(job, keys, first + t), q, width);
-        k->scale(scale, out, n);
-    }
+    for (int64_t i = 0; i < n; i++)
+        at[i] = job->kv + (keys->dense ? t + i : keys->index[t + i]) * (c->kv_lora + c->rope);
 }
 
 static void attend_group(const attention_job *job, int64_t r, int64_t first_head, int64_t heads,
@@ -111,20 +90,23 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
     const clb_selection *keys = &s->selected[job->first + r];
-    int64_t width = c->kv_lora + c->rope, count = keys->count;
+    const float *key[KEY_TILE];
+    int64_t width = c->kv_lora + c->rope, count = keys->count, n;
     float *latent = s->absorbed + (r * c->heads + first_head) * width; /* [heads][width] */
-    for (int64_t t = 0; t < count; t += KEY_TILE) {
-        int64_t n = count - t < KEY_TILE ? count - t : KEY_TILE;
-        score_tile(job, keys, t, n, latent, heads, scores);
+    for (int64_t t = 0; t < count; t += n) {
+        n = count - t < KEY_TILE ? count - t : KEY_TILE;
+        find_keys(job, keys, t, n, key);
+        for (int64_t h = 0; h < heads; h++)
+            k->dots(key, n, latent + h * width, width, scores + h * count + t);
     }
     for (int64_t h = 0; h < heads; h++) {
+        k->scale(1.0f / sqrtf((float)(c->nope + c->rope)), scores + h * count, count);
         k->softmax(scores + h * count, count);
         memset(latent + h * width, 0, (size_t)c->kv_lora * sizeof *latent);
     }
-    for (int64_t t = 0; t < count; t += KEY_TILE) {
-        const float *key[KEY_TILE];
-        int64_t n = count - t < KEY_TILE ? count - t : KEY_TILE;
-        for (int64_t i = 0; i < n; i++) key[i] = key_at(job, keys, t + i);
+    for (int64_t t = 0; t < count; t += n) {
+        n = count - t < KEY_TILE ? count - t : KEY_TILE;
+        find_keys(job, keys, t, n, key);
         for (int64_t h = 0; h < heads; h++)
             k->axpys(scores + h * count + t, key, n, latent + h * width, c->kv_lora);
     }
@@ -146,16 +128,20 @@ static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread)
     attention_job *job = arg;
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
+    const clb_kernels *k = s->model->kernels;
     int64_t width = c->kv_lora + c->rope;
     float *rows = clb_thread_scratch(s, thread);
+    const float *at[ROW_TILE];
+    for (int i = 0; i < ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
     for (int64_t h = begin; h < end; h++)
         for (int64_t i = 0; i < c->v_head; i += ROW_TILE) {
             int64_t n = c->v_head - i < ROW_TILE ? c->v_head - i : ROW_TILE;
-            dequantize_rows(job, h * (c->nope + c->v_head) + c->nope + i, n, rows);
+            k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + c->nope + i, n,
+                          rows);
             for (int64_t r = 0; r < job->n; r++) {
                 float *out = s->heads_out + ((job->first + r) * c->heads + h) * c->v_head + i;
                 const float *latent = s->absorbed + (r * c->heads + h) * width;
-                s->model->kernels->dots(rows, c->kv_lora, n, latent, c->kv_lora, out, 1);
+                k->dots(at, n, latent, c->kv_lora, out);
             }
         }
 }

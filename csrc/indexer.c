@@ -73,23 +73,25 @@ static uint64_t rank_of(float score, int64_t position) {
     return (uint64_t)bits << 32 | (uint64_t)position;
 }
 
-/* The k-th smallest (k from 0) of n distinct values; reorders them. */
+/* The k-th smallest (k from 0) of n distinct values; reorders them. Nothing is jumped over inside a
+   pass: which side a score falls on is beyond any branch prediction. */
 static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
     int64_t low = 0, high = n - 1;
     while (low < high) {
-        uint64_t pivot = v[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (v[i] < pivot) i++;
-            while (v[j] > pivot) j--;
-            if (i > j) break;
-            uint64_t t = v[i];
-            v[i++] = v[j];
-            v[j--] = t;
+        int64_t middle = low + (high - low) / 2, below = low;
+        uint64_t pivot = v[middle];
+        v[middle] = v[high];
+        for (int64_t i = low; i < high; i++) {
+            uint64_t value = v[i];
+            v[i] = v[below];
+            v[below] = value;
+            below += value < pivot;
         }
-        if (k <= j) high = j;
-        else if (k >= i) low = i;
-        else break;
+        v[high] = v[below];
+        v[below] = pivot;
+        if (k == below) break;
+        if (k < below) high = below - 1;
+        else low = below + 1;
     }
     return v[k];
 }

@@ -47,12 +47,12 @@ typedef struct clb_kernels {
     const char *isa;
     clb_linear_fn *linear[CLB_FORMATS];
     void (*quantize)(const float *x, int64_t n, int32_t format, clb_cell *cells, float *scale);
-    void (*dequantize_row)(const clb_matrix *w, int64_t row, float *out); /* [cols] */
+    /* rows [first, first + count) as floats: [count][cols] */
+    void (*dequantize)(const clb_matrix *w, int64_t first, int64_t count, float *out);
     float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */
     void (*axpy)(float a, const float *x, float *y, int64_t n);         /* y = fma(a, x, y) */
-    /* out[i * out_stride] = dot(a + i * a_stride, b, n) for i < count */
-    void (*dots)(const float *a, int64_t a_stride, int64_t count, const float *b, int64_t n,
-                 float *out, int64_t out_stride);
+    /* out[i] = dot(a[i], b, n) for i < count */
+    void (*dots)(const float *const *a, int64_t count, const float *b, int64_t n, float *out);
     /* y = fma(a[k], x[k], y) for k = 0..count - 1 in this order: count axpys in one pass over y */
     void (*axpys)(const float *a, const float *const *x, int64_t count, float *y, int64_t n);
     void (*scale)(float a, float *x, int64_t n);                        /* x = a * x */

@@ -105,20 +105,26 @@ static inline lanes lanes_load_f16(const uint8_t *p) {
 }
 
 #define CLB_LANES_BYTES
-static inline lanes lanes_signed(__m128i bytes) {
-    return (lanes){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-                   _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+static inline __m256 byte_floats(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 
 static inline lanes lanes_bytes(const uint8_t *p) { /* sixteen int8 */
-    return lanes_signed(_mm_loadu_si128((const __m128i *)p));
+    return (lanes){byte_floats(p), byte_floats(p + 8)};
 }
 
-static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen int4, low nibbles first */
-    __m128i both = _mm_loadl_epi64((const __m128i *)p), mask = _mm_set1_epi8(15);
-    __m128i pairs = _mm_unpacklo_epi8(_mm_and_si128(both, mask),
-                                      _mm_and_si128(_mm_srli_epi16(both, 4), mask));
-    return lanes_signed(_mm_sub_epi8(pairs, _mm_set1_epi8(8)));
+/* Eight int4, low nibbles first: each is shifted to the top of its own number, and the sign of what
+   is then 16 times its distance from 8 comes down with it. */
+static inline __m256 nibble_floats(const uint8_t *p) {
+    const __m256i up = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+    int32_t all;
+    memcpy(&all, p, sizeof all);
+    __m256i eight = _mm256_xor_si256(_mm256_set1_epi32(all), _mm256_set1_epi8((char)0x88));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sllv_epi32(eight, up), 28));
+}
+
+static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen */
+    return (lanes){nibble_floats(p), nibble_floats(p + 4)};
 }
 
 #define CLB_F16_ONE f16_one

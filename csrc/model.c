@@ -293,7 +293,7 @@ static int32_t copy_role(clb_model *m, clb_layer *layer, int32_t role, uint8_t *
         clb_matrix mapped = in_place(m, t, *w);
         if (clb_populate(mapped.data, w->row_bytes, false))
             return clb_fail(error, CLB_IO, "reading %s failed", m->shards[t->shard].path);
-        m->kernels->dequantize_row(&mapped, 0, (float *)out);
+        m->kernels->dequantize(&mapped, 0, 1, (float *)out);
         layer->v[role] = (const float *)out;
         return CLB_OK;
     }

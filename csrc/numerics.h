@@ -118,34 +118,30 @@ static inline float dot_lanes(const float *a, const float *b, int64_t n) {
     return lanes_fold(acc);
 }
 
-/* out[i] = dot(a + i * stride, b) for four i: they share the loads of b and hide each other's
-   latency; each keeps its own lanes. */
-static inline void dot_four(const float *a, int64_t stride, const float *b, int64_t n, float *out) {
+/* out[i] = dot(a[i], b) for four i: they share the loads of b and hide each other's latency; each
+   keeps its own lanes. */
+static inline void dot_four(const float *const *a, const float *b, int64_t n, float *out) {
     lanes acc[4] = {lanes_zero(), lanes_zero(), lanes_zero(), lanes_zero()};
     int64_t i = 0;
     for (; i + CLB_LANES <= n; i += CLB_LANES) {
         lanes shared = lanes_load(b + i);
-        acc[0] = lanes_fma(lanes_load(a + i), shared, acc[0]);
-        acc[1] = lanes_fma(lanes_load(a + stride + i), shared, acc[1]);
-        acc[2] = lanes_fma(lanes_load(a + 2 * stride + i), shared, acc[2]);
-        acc[3] = lanes_fma(lanes_load(a + 3 * stride + i), shared, acc[3]);
+        acc[0] = lanes_fma(lanes_load(a[0] + i), shared, acc[0]);
+        acc[1] = lanes_fma(lanes_load(a[1] + i), shared, acc[1]);
+        acc[2] = lanes_fma(lanes_load(a[2] + i), shared, acc[2]);
+        acc[3] = lanes_fma(lanes_load(a[3] + i), shared, acc[3]);
     }
     for (int k = 0; k < 4 && i < n; k++)
-        acc[k] = lanes_fma_tail(a + k * stride + i, b + i, n - i, acc[k]);
+        acc[k] = lanes_fma_tail(a[k] + i, b + i, n - i, acc[k]);
     lanes_fold_four(acc, out);
 }
 
-static inline void dots_all(const float *a, int64_t stride, int64_t count, const float *b,
-                            int64_t n, float *out, int64_t out_stride) {
+static inline void dots_all(const float *const *a, int64_t count, const float *b, int64_t n,
+                            float *out) {
     int64_t i = 0;
-    for (; i + 4 <= count; i += 4) {
-        float four[4];
-        dot_four(a + i * stride, stride, b, n, four);
-        for (int k = 0; k < 4; k++)
-            out[(i + k) * out_stride] = four[k];
-    }
+    for (; i + 4 <= count; i += 4)
+        dot_four(a + i, b, n, out + i);
     for (; i < count; i++)
-        out[i * out_stride] = dot_lanes(a + i * stride, b, n);
+        out[i] = dot_lanes(a[i], b, n);
 }
 
 static inline float sum_lanes(const float *x, int64_t n) {
@@ -317,17 +313,23 @@ static inline float relu_one(float d) {
 static inline void index_scores_all(const float *q, const float *weight, int64_t heads,
                                     int64_t dim, const float *keys, int64_t first, int64_t last,
                                     float *out) {
-    for (int64_t s = first; s < last; s++) {
-        const float *key = keys + s * dim;
-        float acc = 0, four[4];
-        int64_t m = 0;
-        for (; m + 4 <= heads; m += 4) {
-            dot_four(q + m * dim, dim, key, dim, four);
+    int64_t s = first;
+    for (; s + 4 <= last; s += 4) {
+        const float *key = keys + s * dim, *const at[] = {key, key + dim, key + 2 * dim,
+                                                          key + 3 * dim};
+        float acc[4] = {0}, four[4];
+        for (int64_t m = 0; m < heads; m++) {
+            dot_four(at, q + m * dim, dim, four);
             for (int k = 0; k < 4; k++)
-                acc = __builtin_fmaf(weight[m + k], relu_one(four[k]), acc);
+                acc[k] = __builtin_fmaf(weight[m], relu_one(four[k]), acc[k]);
         }
-        for (; m < heads; m++)
-            acc = __builtin_fmaf(weight[m], relu_one(dot_lanes(q + m * dim, key, dim)), acc);
+        memcpy(out + (s - first), acc, sizeof acc);
+    }
+    for (; s < last; s++) {
+        float acc = 0;
+        for (int64_t m = 0; m < heads; m++)
+            acc = __builtin_fmaf(weight[m], relu_one(dot_lanes(q + m * dim, keys + s * dim, dim)),
+                                 acc);
         out[s - first] = acc;
     }
 }
@@ -448,18 +450,20 @@ static inline void dequantize_groups(const clb_matrix *w, int64_t row, float *ou
     }
 }
 
-static inline void dequantize_row_all(const clb_matrix *w, int64_t row, float *out) {
-    if (w->format <= CLB_F16)
-        dequantize_floats(w, w->data + row * w->row_bytes, out);
-    else if (w->format >= CLB_INT3)
-        dequantize_blocks(w, row, out);
-    else
-        dequantize_groups(w, row, out);
+static inline void dequantize_all(const clb_matrix *w, int64_t first, int64_t count, float *out) {
+    for (int64_t row = first; row < first + count; row++, out += w->cols) {
+        if (w->format <= CLB_F16)
+            dequantize_floats(w, w->data + row * w->row_bytes, out);
+        else if (w->format >= CLB_INT3)
+            dequantize_blocks(w, row, out);
+        else
+            dequantize_groups(w, row, out);
+    }
 }
 
 /* The entries of a table that are the same code for every instruction set. */
 #define CLB_NUMERICS_ENTRIES                                                                       \
-    .quantize = quantize_all, .dequantize_row = dequantize_row_all, .dot = dot_lanes,              \
+    .quantize = quantize_all, .dequantize = dequantize_all, .dot = dot_lanes,              \
     .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
     .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,                    \
     .sigmoid = sigmoid_all, .swiglu = swiglu_all, .rope = rope_all,                                \

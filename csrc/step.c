@@ -51,7 +51,7 @@ int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_e
 
 void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride) {
     for (int64_t i = 0; i < n; i++)
-        s->model->kernels->dequantize_row(&s->model->top.w[CLB_EMBED], ids[i], out + i * stride);
+        s->model->kernels->dequantize(&s->model->top.w[CLB_EMBED], ids[i], 1, out + i * stride);
 }
 
 void clb_set_angles(clb_session *s, const clb_rows *rows) {

@@ -16,6 +16,8 @@
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
     STRIP = 16, /* outputs that many rows pass over together: they stay in the first-level cache */
+    SHORT = 8,  /* blocks of a row whose one scale is not worth spreading */
+    FEW = 4,    /* and of a row with a scale a block */
     CHUNK = 32, /* blocks whose scales are made ready at once */
     CHUNK_GROUPS = CHUNK * CLB_LANES + CLB_LANES, /* groups of 4 inputs, and one load past them */
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
@@ -171,6 +173,11 @@ CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows
 
 /* ---- quantised weights, one scale a block -------------------------------------------------- */
 
+static inline float one_scale(const clb_matrix *w, int64_t number) {
+    return w->scale_format == CLB_F16 ? CLB_F16_ONE(clb_load_u16(w->scales + 2 * number))
+                                      : clb_load_f32(w->scales + 4 * number);
+}
+
 /* out[k] = of * x[k]: a weight scale that covers several blocks. Whole lanes are read and written:
    past n come other blocks' scales or the activations' padding, overwritten or never used. */
 CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
@@ -180,10 +187,11 @@ CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
 
 /* scale[j][k]: output t->o + i's weight scale times row t->r + j's activation scale, blocks
    [b, b + n). Where each block has its own, sixteen are read while the matrix has so many. */
-CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int half, int rows,
+CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int rows,
                              float scale[SIDE][CHUNK + CLB_LANES]) {
     const clb_matrix *w = t->w;
     const float *x = t->x->scale + t->r * t->x->blocks + b;
+    const int half = w->scale_format == CLB_F16;
     const int64_t size = half ? 2 : 4, per = w->group / CLB_BLOCK; /* blocks a scale; 0: all */
     const int64_t at = (t->o + i * t->apart) * w->row_scales + (per ? b / per : 0);
     const int64_t left_in_matrix = w->rows * w->row_scales - at;
@@ -205,12 +213,24 @@ CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int hal
     }
 }
 
+typedef struct scales { /* of outputs x rows: both factors multiplied, or a weight's alone */
+    float (*both)[SIDE][CHUNK + CLB_LANES]; /* [output][row][block], or NULL and.. */
+    float (*of)[FEW];                       /* [output][block, or 0 for all] */
+} scales;
+
+CLB_INLINE lanes scale_at(const scales *s, int each, int i, int j, int64_t k, const float *x) {
+    if (s->both)
+        return lanes_splat(&s->both[i][j][k]);
+    return lanes_mul(lanes_splat(&s->of[i][each ? k : 0]), lanes_splat(x));
+}
+
 /* Blocks [b, b + n) of outputs x rows; `bytes` is block b of output 0, output 1 is `next` away. */
 CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, int64_t b, int64_t n,
-                            int32_t format, int outputs, int rows,
-                            float scale[SIDE][SIDE][CHUNK + CLB_LANES], lanes *acc) {
+                            int32_t format, int outputs, int rows, const scales *scale, int each,
+                            lanes *acc) {
     const int64_t blocks = t->x->blocks;
     const clb_cell *cells = t->x->cells + t->r * blocks + b;
+    const float *x = t->x->scale + t->r * blocks + b;
     for (int64_t k = 0; k < n; k++) {
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
@@ -220,7 +240,8 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
             CLB_UNROLL
             for (int j = 0; j < rows; j++) {
                 lanes d = packed_dot(w, cells + j * blocks + k, format == CLB_INT4);
-                acc[i * rows + j] = lanes_fma(d, lanes_splat(&scale[i][j][k]), acc[i * rows + j]);
+                acc[i * rows + j] = lanes_fma(d, scale_at(scale, each, i, j, k, x + j * blocks + k),
+                                              acc[i * rows + j]);
             }
         }
     }
@@ -228,21 +249,22 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
 
 /* The last block of each output, when bytes of it are missing: from a copy with zeros. */
 CLB_INLINE void cut_block(const tile *t, int32_t format, int outputs, int rows,
-                          float scale[SIDE][SIDE][CHUNK + CLB_LANES], lanes *acc) {
+                          const scales *scale, lanes *acc) {
     const int64_t row_bytes = t->w->row_bytes, whole = row_bytes / clb_block_bytes(format);
     uint8_t tail[SIDE][CLB_BLOCK] = {{0}};
     for (int i = 0; i < outputs; i++)
         memcpy(tail[i],
                t->w->data + (t->o + i * t->apart) * row_bytes + whole * clb_block_bytes(format),
                (size_t)(row_bytes - whole * clb_block_bytes(format)));
-    block_steps(t, tail[0], CLB_BLOCK, whole, 1, format, outputs, rows, scale, acc);
+    block_steps(t, tail[0], CLB_BLOCK, whole, 1, format, outputs, rows, scale, 0, acc);
 }
 
-CLB_INLINE void block_tile(const tile *t, int32_t format, int half, int outputs, int rows) {
+CLB_INLINE void block_tile(const tile *t, int32_t format, int outputs, int rows) {
     const int64_t row_bytes = t->w->row_bytes, size = clb_block_bytes(format);
     const int64_t whole = row_bytes / size, blocks = t->x->blocks;
     const uint8_t *bytes = t->w->data + t->o * row_bytes;
-    float scale[SIDE][SIDE][CHUNK + CLB_LANES];
+    float both[SIDE][SIDE][CHUNK + CLB_LANES];
+    const scales scale = {both, NULL};
     lanes acc[SIDE * SIDE];
     CLB_UNROLL
     for (int n = 0; n < outputs * rows; n++)
@@ -250,12 +272,37 @@ CLB_INLINE void block_tile(const tile *t, int32_t format, int half, int outputs,
     for (int64_t b = 0, n; b < blocks; b += n) {
         n = b < whole ? (whole - b < CHUNK ? whole - b : CHUNK) : 1;
         for (int i = 0; i < outputs; i++)
-            block_scales(t, i, b, n, half, rows, scale[i]);
+            block_scales(t, i, b, n, rows, both[i]);
         if (b < whole)
             block_steps(t, bytes + b * size, t->apart * row_bytes, b, n, format, outputs, rows,
-                        scale, acc);
+                        &scale, 1, acc);
         else
-            cut_block(t, format, outputs, rows, scale, acc);
+            cut_block(t, format, outputs, rows, &scale, acc);
+    }
+    store_tile(t, acc, outputs, rows);
+}
+
+/* The same for rows of few blocks, where making scales ready would take as long as the products:
+   each block has its own (`each`), or the row has one. */
+CLB_INLINE void short_tile(const tile *t, int32_t format, int each, int outputs, int rows) {
+    const clb_matrix *w = t->w;
+    const int64_t whole = w->row_bytes / clb_block_bytes(format), count = each ? w->row_scales : 1;
+    float of[SIDE][FEW];
+    scales scale = {NULL, of};
+    lanes acc[SIDE * SIDE];
+    CLB_UNROLL
+    for (int n = 0; n < outputs * rows; n++)
+        acc[n] = lanes_zero();
+    CLB_UNROLL
+    for (int i = 0; i < outputs; i++)
+        for (int64_t k = 0; k < count; k++)
+            of[i][k] = one_scale(w, (t->o + i * t->apart) * w->row_scales + k);
+    block_steps(t, w->data + t->o * w->row_bytes, t->apart * w->row_bytes, 0, whole, format,
+                outputs, rows, &scale, each, acc);
+    if (whole < t->x->blocks) {
+        for (int i = 0; each && i < outputs; i++)
+            of[i][0] = of[i][whole];
+        cut_block(t, format, outputs, rows, &scale, acc);
     }
     store_tile(t, acc, outputs, rows);
 }
@@ -316,10 +363,12 @@ CLB_INLINE void any_tile(const tile *t, int32_t format, int spread, int outputs,
         float_tile(t, format, outputs, rows);
     else if (spread)
         spread_tile(t, format, outputs, rows);
-    else if (t->w->scale_format == CLB_F16)
-        block_tile(t, format, 1, outputs, rows);
+    else if (t->w->row_scales == 1 && t->x->blocks <= SHORT)
+        short_tile(t, format, 0, outputs, rows);
+    else if (t->w->group == CLB_BLOCK && t->x->blocks <= FEW)
+        short_tile(t, format, 1, outputs, rows);
     else
-        block_tile(t, format, 0, outputs, rows);
+        block_tile(t, format, outputs, rows);
 }
 
 /* `count` outputs from t.o on, in tiles of `wide` and then of one. Outputs of a tile are as far

@@ -208,9 +208,9 @@ static void check_linear(const clb_kernels *t, int format) {
                c.x.rows);
     }
     float *row = exact_floats(c.w.cols), *same = exact_floats(c.w.cols);
-    clb_kernels_scalar()->dequantize_row(&c.w, c.w.rows - 1, row);
-    t->dequantize_row(&c.w, c.w.rows - 1, same);
-    expect(same_bits(row, same, c.w.cols), t->isa, "dequantize_row", format, c.w.cols, c.w.group);
+    clb_kernels_scalar()->dequantize(&c.w, c.w.rows - 1, 1, row);
+    t->dequantize(&c.w, c.w.rows - 1, 1, same);
+    expect(same_bits(row, same, c.w.cols), t->isa, "dequantize", format, c.w.cols, c.w.group);
     free(row);
     free(same);
     free(want);
@@ -264,10 +264,14 @@ static void apply(const clb_kernels *t, int f, const float *a, const float *b, c
     case 7: t->sigmoid(out, n, out); break; /* in place */
     case 8: t->swiglu(a, b, n, out); break;
     case 9: t->rope(out, b, n / 2); break;
-    case 10: /* five heads, three keys */
-        t->index_scores(a, b, 5, n / 5, c, 1, n / 5 ? 4 : 1, out);
+    case 10: t->index_scores(a, b, 5, n / 5, c, 0, n / 5 ? 5 : 0, out); break; /* five of each */
+    case 11: {
+        const float *x[7];
+        for (int i = 0; i < 7; i++)
+            x[i] = a + i * (n / 7);
+        t->dots(x, n / 7 ? 7 : 0, b, n / 7, out);
         break;
-    case 11: t->dots(a, n / 7, 7, b, n / 7, out, n / 7 ? 1 : 0); break;
+    }
     default: { /* both vectors, shifted, as seven of half the length */
         const float *x[7] = {b, c, b + 1, c + 1, b + 2, c + 2, b};
         t->axpys(c, x, n > 7 ? 7 : 0, out, n / 2);
