@@ -1,6 +1,7 @@
 """One conversation in the core: its tokens, its caches, and the steps that extend them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class Session:
         out = ffi.new("clb_session **")
         code = lib.clb_session_new(model.handle, context, self.max_rows, out, self._error)
         check(code, self._error)
-        self.handle = ffi.gc(out[0], lib.clb_session_free)
+        self._freed: list[bool] = []
+        self.handle = ffi.gc(out[0], partial(_free, self._freed))
         self._rows = 0
         self._make_room(1)
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
@@ -53,6 +55,11 @@ class Session:
     def length(self) -> int:
         """Rows in the main caches."""
         return len(self.tokens)
+
+    @property
+    def freed(self) -> bool:
+        """Whether the caches are gone: finalizers may meet a session in any order at exit."""
+        return bool(self._freed)
 
     @property
     def bytes(self) -> int:
@@ -236,6 +243,11 @@ class Session:
         """Positions a row attended to in a layer, ascending; None when all before it."""
         pointer = lib.clb_session_captured(self.handle, layer, row)
         return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
+
+
+def _free(freed: list[bool], handle: Any) -> None:
+    freed.append(True)
+    lib.clb_session_free(handle)
 
 
 def _view(pointer: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:

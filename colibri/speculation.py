@@ -97,6 +97,8 @@ class _Turn:
             self.depth.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.session.freed:
+            return
         if self.drafter and (kind is None or issubclass(kind, (Cancelled, GeneratorExit))):
             self.drafter.finish(self.ledger)
         self.ledger.end()

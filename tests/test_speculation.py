@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toy import VOCAB, ToyDrafter, ToySession, drawn, generate, remembered
 
+from colibri._core import ffi
 from colibri.depth import Fixed, depth_policy
 from colibri.drafting import MtpDrafter, NgramDrafter
 from colibri.errors import Cancelled, CoreError, SamplingError
@@ -260,3 +261,18 @@ def test_one_seed_one_text_at_one_setting(demo_model, prompt, mode):
         decode(demo_model, prompt, MtpDrafter, Fixed(3), params, mode)[0] for _ in range(2)
     )
     assert first == second
+
+
+def test_a_loop_that_outlives_its_session_is_quiet(demo_models, prompt):
+    """At exit the collector may free a session before a loop that was left half-way: ending the
+    loop then touches nothing that is gone."""
+    session = Session(demo_models(1), 256, 64)
+    drafter, sampler = MtpDrafter(session), Sampler(GREEDY, session.model.config.vocab_size)
+    logits, ledger = session.prefill(prompt), Ledger()
+    loop = spec_decode(session, logits, sampler, drafter, None, Limits(64), ledger)
+    for _ in range(3):
+        next(loop)
+    ffi.release(session.handle)
+    before = ledger.segments["absorb"].rows
+    loop.close()
+    assert ledger.segments["absorb"].rows == before

@@ -34,6 +34,8 @@ def drawn(seed: str, tokens: Sequence[int]) -> Row:
 class ToySession:
     """What the loop needs of a session, over any function from tokens to logits."""
 
+    freed = False
+
     def __init__(self, logits: Logits, prompt: Sequence[int], context: int = 64) -> None:
         self._next = logits
         self.tokens = list(prompt)
