@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from colibri._core import ffi
 from toy import VOCAB, ToyDrafter, ToySession, drawn, generate, remembered
 
-from colibri._core import ffi
 from colibri.depth import Fixed, depth_policy
 from colibri.drafting import MtpDrafter, NgramDrafter
 from colibri.errors import Cancelled, CoreError, SamplingError
