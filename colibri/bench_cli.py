@@ -93,7 +93,7 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--ram",
     type=Items(Size()),
-    metavar="GB,GB",
+    metavar="GiB,GiB",
     help="Stream within so much memory. [default: what is free, cgroup included]",
 )
 @click.option(

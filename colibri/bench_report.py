@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from colibri.amounts import data_size, gigabytes, plural
 from colibri.spread import Spread
 
 _GB, _MB = 1e9, 1e6
@@ -16,14 +17,14 @@ def render(report: dict[str, Any]) -> str:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     model, here = report["model"], report["machine"]
     yield (
-        f"model    {model['name']}, {model['bytes'] / _GB:.2f} GB: dense "
-        f"{model['dense_bytes'] / _GB:.2f} GB, {model['sparse_layers']} layers of "
-        f"{model['experts']} experts of {model['record_bytes'] / _MB:.2f} MB, "
+        f"model    {model['name']}, {data_size(model['bytes'])}: dense "
+        f"{data_size(model['dense_bytes'])}, {model['sparse_layers']} layers of "
+        f"{model['experts']} experts of {data_size(model['record_bytes'])}, "
         f"{model['experts_per_token']} a token"
     )
     yield (
         f"machine  {here['processor']}, {here['cores']} cores, {here['isa']}, {here['system']}, "
-        f"{here['memory_available'] / _GB:.1f} GB ({here['memory_limit']})"
+        f"{gigabytes(here['memory_available'])} ({here['memory_limit']})"
     )
     yield from _cores("memory", here["read_bandwidth"], "GB/s")
     yield from _cores("dots", here["dot_peak"], "G/s")
@@ -40,7 +41,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 def _cores(name: str, rows: list[dict[str, Any]], unit: str) -> Iterator[str]:
     for row in rows:
         rate = _spread(row["per_second"]).show(unit, _GB)
-        yield f"{name:<8} {_threads(row['threads'])}: {rate}"
+        yield f"{name:<8} {plural(row['threads'], 'thread')}: {rate}"
         name = ""
 
 
@@ -48,8 +49,8 @@ def _disk(rows: list[dict[str, Any]]) -> Iterator[str]:
     name = "disk"
     for row in sorted(rows, key=lambda row: -row["per_second"]["median"]):
         rate = _spread(row["per_second"]).show("GB/s", _GB)
-        size = row["read_bytes"] / (1 << 20)
-        yield f"{name:<8} {row['mode']}, {size:.3g} MB reads, {row['depth']} in flight: {rate}"
+        reads = f"{gigabytes(row['read_bytes'])} reads, {row['depth']} in flight"
+        yield f"{name:<8} {row['mode']}, {reads}: {rate}"
         name = ""
 
 
@@ -88,10 +89,10 @@ def _more(figure: dict[str, Any]) -> Iterator[str]:
         f"limit {_spread(figure['limit_tokens_per_second']).show('tok/s')}",
         f"compute {details['compute_seconds_per_token'].show('ms', 1e-3)}",
         f"disk {details['disk_bytes_per_second'].show('GB/s', _GB)}",
-        f"resident {details['resident_bytes'].most / _GB:.2f} GB",
+        f"resident {gigabytes(details['resident_bytes'].most)}",
     ]
     if figure["planned_bytes"]:
-        parts.append(f"planned {figure['planned_bytes'] / _GB:.2f} GB")
+        parts.append(f"planned {gigabytes(figure['planned_bytes'])}")
     ahead = details["pilot_reads_per_token"].median
     if ahead:
         useful = details["pilot_useful_per_token"].median
@@ -104,10 +105,6 @@ def _outputs(report: dict[str, Any]) -> Iterator[str]:
         yield "outputs agree: the same ids gave the same bits in every run"
     else:
         yield "OUTPUTS DIFFER: the same ids did not give the same bits in every run"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread" + ("" if count == 1 else "s")
 
 
 def _spread(plain: dict[str, Any]) -> Spread:

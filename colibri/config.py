@@ -262,7 +262,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except OSError as why:
         raise ConfigError(f"{path}: cannot be read: {why.strerror}") from why
     if len(data) > CONFIG_BYTES:
-        raise ConfigError(f"{path}: larger than {CONFIG_BYTES >> 20} MB; not a model's config")
+        raise ConfigError(f"{path}: larger than {CONFIG_BYTES >> 20} MiB; not a model's config")
     return parse_object(data, str(path), ConfigError)
 
 

@@ -1,8 +1,9 @@
 """How many tokens the context holds: what was asked for, the model's limit, and memory."""
 
+from colibri.amounts import gigabytes
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.errors import UsageError
-from colibri.memory import Budget, gigabytes
+from colibri.memory import Budget
 
 MOST = 32768  # without --ctx; more is a flag away
 LEAST = 4096  # without --ctx, memory permitting

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from colibri import knobs
+from colibri.amounts import data_size, plural
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
@@ -206,7 +207,7 @@ def _run(request: Request, dry_run: bool, threads: int | None, check: Path | Non
         terminal.clear()
     for sentence in outcome.warnings:
         terminal.warning(sentence)
-    terminal.write(f"{request.target}: {plan.final_bytes / 1e9:.2f} GB, {outcome.summary}\n")
+    terminal.write(f"{request.target}: {data_size(plan.final_bytes)}, {outcome.summary}\n")
     if check is not None and before is not None:
         after = _score(_settings(request.target), check, None, terminal)
         terminal.clear()
@@ -218,22 +219,25 @@ def plan_text(plan: Plan) -> str:
     """What will be read and written, by part, and what is free."""
     from colibri.convert.plan import free_bytes
 
-    lines = [f"{plan.request.source}: {len(plan.manifest.files)} files, {_gb(plan.source_bytes)}"]
+    read = f"{plural(len(plan.manifest.files), 'file')}, {data_size(plan.source_bytes)}"
+    lines = [f"{plan.request.source}: {read}"]
     if plan.hub is None:
-        lines[0] += f" ({_gb(free_bytes(plan.source.directory))} free there)"
+        lines[0] += f" ({data_size(free_bytes(plan.source.directory))} free there)"
     shown = {k: v for k, v in plan.manifest.parameters.items() if k.startswith("--")}
     if shown:
         lines.append("  " + " ".join(f"{name} {value}" for name, value in shown.items()))
-    lines.append(f"{plan.request.target}: {len(plan.files)} files, {plan.final_bytes} bytes")
-    for part, size in plan.parts().items():
-        lines.append(f"  {part:<14} {size:>16}")
-    lines.append(f"  {'in all':<14} {plan.final_bytes:>16}  {_gb(plan.final_bytes)}")
+    lines.append(
+        f"{plan.request.target}: {plural(len(plan.files), 'file')}, {plan.final_bytes} bytes"
+    )
+    for part, nbytes in plan.parts().items():
+        lines.append(f"  {part:<14} {nbytes:>16}")
+    lines.append(f"  {'in all':<14} {plan.final_bytes:>16}  {data_size(plan.final_bytes)}")
     free, needed = free_bytes(plan.request.target), plan.needed()
-    lines.append(f"  needed now {_gb(needed)}, free {_gb(free)}")
+    lines.append(f"  needed now {data_size(needed)}, free {data_size(free)}")
     if plan.final_bytes > plan.source_bytes:
         lines.append("  the result is larger than the source")
     if plan.is_begun:
-        lines.append(f"  continues: {_gb(plan.done_bytes)} of the source are done")
+        lines.append(f"  continues: {data_size(plan.done_bytes)} of the source are done")
     return "\n".join(lines)
 
 
@@ -246,7 +250,7 @@ class _Meter:
 
     def progress(self, at: Progress) -> None:
         """Of a conversion."""
-        rate = f"{at.rate / 1e9:.2f} GB/s" if at.here else ""
+        rate = f"{data_size(at.rate)}/s" if at.here else ""
         left = "" if at.remaining is None else f", {_duration(at.remaining)} to go"
         self._show(at.done, at.total, f"{rate}{left}")
 
@@ -341,10 +345,6 @@ def _read_text(path: Path) -> str:
 
 def _terminal() -> Terminal:
     return Terminal.of(settings_of({}).screen)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"
 
 
 def _duration(seconds: float) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from colibri import memory
+from colibri.amounts import data_size, gigabytes, plural
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import Settings
-from colibri.memory import gigabytes
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 SLOW_DISK = 1e9  # bytes a second below which streaming is told to be slow
@@ -87,7 +87,7 @@ class Doctor:
         isa = self.settings.isa or available_isas()[-1]
         cores, name = memory.physical_cores(self.root), describe()["processor"]
         threads = self.settings.threads or cores
-        found = f"{name}: {isa} kernels, {_plural(threads, 'thread')} on {_plural(cores, 'core')}"
+        found = f"{name}: {isa} kernels, {plural(threads, 'thread')} on {plural(cores, 'core')}"
         if isa == "scalar":
             remedy = "right but slow: this needs AVX2 (x86-64 since 2013) or NEON"
             return Finding("processor", WARN, found, remedy)
@@ -112,7 +112,7 @@ class Doctor:
 
         threads = self.settings.threads or memory.physical_cores(self.root)
         rate = read_bandwidth(threads, 0.2, MEMORY_BYTES // 4)
-        text = f"memory reads {rate / 1e9:.3g} GB/s with {_plural(threads, 'thread')}"
+        text = f"memory reads {rate / 1e9:.3g} GB/s with {plural(threads, 'thread')}"
         return Finding("speed", OK, text)
 
     # ---- the model --------------------------------------------------------------------------
@@ -126,8 +126,9 @@ class Doctor:
         self.directory = model_directory(self.settings)
         self.container = container = Container.open(self.directory)
         Tokenizer.load(self.directory)
-        size = sum(shard.size for shard in container.shards)
-        text = f"{self.directory}: whole, {_plural(len(container.shards), 'file')}, {_size(size)}"
+        nbytes = sum(shard.size for shard in container.shards)
+        files = plural(len(container.shards), "file")
+        text = f"{self.directory}: whole, {files}, {data_size(nbytes)}"
         if container.notes:
             return Finding("model", WARN, f"{text}; {container.notes[0]}", "colibri info says more")
         return Finding("model", OK, text)
@@ -161,7 +162,7 @@ class Doctor:
         locked = [s.path for s in self.container.shards if not os.access(s.path, os.R_OK)]
         if locked:
             remedy = f"chmod u+r {locked[0]}"
-            return Finding("files", FAIL, f"{_plural(len(locked), 'file')} cannot be read", remedy)
+            return Finding("files", FAIL, f"{plural(len(locked), 'file')} cannot be read", remedy)
         path = self.container.shards[0].path
         kind, device = _mount_of(path.resolve(), self.root)
         text = f"on {kind or 'an unknown file system'}" + (f" ({device})" if device else "")
@@ -304,11 +305,3 @@ def as_object(findings: Iterable[Finding]) -> dict[str, Any]:
     """For JSON."""
     found = [asdict(finding) for finding in findings]
     return {"ready": all(f["status"] != FAIL for f in found), "findings": found}
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.4g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.4g} MB"

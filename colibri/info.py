@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from colibri.amounts import data_size, plural
 from colibri.config import FULL
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.formats import Format, MatrixRef
@@ -96,7 +97,7 @@ def render(info: Info) -> str:
         f"{facts['heads']} heads; {facts['vocabulary']} tokens; context {facts['context']}",
         f"  attention: {facts['attention']}",
         f"  drafting: {facts['drafting']}",
-        f"  layout: {info.layout}, {_plural(info.files, 'file')}, fingerprint {info.fingerprint}",
+        f"  layout: {info.layout}, {plural(info.files, 'file')}, fingerprint {info.fingerprint}",
         "",
         f"  {'part':<14} {'bytes':>10}  {'weights':>8}  formats",
     ]
@@ -104,18 +105,18 @@ def render(info: Info) -> str:
         weights = _count(part.parameters) if part.parameters else "-"
         formats = ", ".join(part.formats)
         lines.append(
-            f"  {part.name:<14} {_size(part.nbytes):>10}  {weights:>8}  {formats}".rstrip()
+            f"  {part.name:<14} {data_size(part.nbytes):>10}  {weights:>8}  {formats}".rstrip()
         )
     lines += [
-        f"  {'files':<14} {_size(info.file_bytes):>10}",
+        f"  {'files':<14} {data_size(info.file_bytes):>10}",
         "",
-        f"  one token reads {_size(info.dense_bytes)} of dense weights, and when no expert is",
-        f"  cached {info.experts_per_token} experts of {_size(info.expert_bytes)}: "
-        f"{_size(info.cold_bytes)} from disk",
+        f"  one token reads {data_size(info.dense_bytes)} of dense weights, and when no expert is",
+        f"  cached {info.experts_per_token} experts of {data_size(info.expert_bytes)}: "
+        f"{data_size(info.cold_bytes)} from disk",
     ]
     if info.mtp_cold_bytes:
         lines.append(
-            f"  one draft reads up to {_size(info.mtp_cold_bytes)} of the MTP layer's experts"
+            f"  one draft reads up to {data_size(info.mtp_cold_bytes)} of the MTP layer's experts"
         )
     lines += [f"  note: {note}" for note in info.notes]
     return "\n".join(lines)
@@ -207,17 +208,6 @@ def _architecture(container: Container) -> dict[str, Any]:
         "attention": attention,
         "drafting": drafting,
     }
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def _count(weights: int) -> str:

@@ -52,10 +52,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Size:
-    """An amount of memory in gigabytes (2^30 bytes), or with a unit: 512M, 24G, 1T."""
+    """An amount of memory in GiB (2^30 bytes), or with a unit: 512M, 24G, 1T."""
 
-    metavar: str = "GB"
-    expects: str = "gigabytes such as 24 or 7.5, or a size such as 512M"
+    metavar: str = "GiB"
+    expects: str = "GiB such as 24 or 7.5, or a size such as 512M"
 
     def parse(self, text: str) -> int:
         """Bytes."""

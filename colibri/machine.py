@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri._core import ffi, lib
+from colibri.amounts import gigabytes
 from colibri.container import Container, format_of
 from colibri.errors import CoreError, UsageError
 from colibri.inventory import records_name
@@ -87,7 +88,7 @@ class DiskWay:
 
     def __str__(self) -> str:
         mode = "direct" if self.direct else "buffered"
-        return f"{mode}, {self.piece / (1 << 20):.3g} MB reads, {self.depth} in flight"
+        return f"{mode}, {gigabytes(self.piece)} reads, {self.depth} in flight"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

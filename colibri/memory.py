@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from colibri.amounts import gigabytes
 from colibri.errors import UsageError
 
 ROOT = Path("/")
@@ -35,13 +36,6 @@ class Budget:
                 f"{what} needs {gigabytes(need)}, and there is {gigabytes(self.bytes)} "
                 f"({self.source}). {remedy}"
             )
-
-
-def gigabytes(size: float) -> str:
-    """Bytes as people read them, in 2^30 units: "7.81 GB", "512 MB"."""
-    if size >= 1 << 30:
-        return f"{size / (1 << 30):.2f} GB"
-    return f"{size / (1 << 20):.0f} MB"
 
 
 def budget(ram: int | None, root: Path = ROOT) -> Budget:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from colibri.amounts import gigabytes
 from colibri.errors import UsageError
-from colibri.memory import gigabytes
 
 IO_MODES = ("auto", "mmap", "buffered", "direct")
 _GIB = 1 << 30

@@ -4,9 +4,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from colibri.amounts import data_size, gigabytes
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
-from colibri.memory import RESERVE, Budget, gigabytes
+from colibri.memory import RESERVE, Budget
 from colibri.plan import Plan, make_plan
 
 VERSION = 1
@@ -41,7 +42,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
         "session_bytes": forecaster.demand(context).session,
         "here": here.as_dict(),
         "budgets": [
-            _row(forecaster, size, asked, io) for size in _sizes(forecaster, budget, asked)
+            _row(forecaster, nbytes, asked, io) for nbytes in _sizes(forecaster, budget, asked)
         ],
         "lengths": [
             forecaster.forecast(budget.bytes, n, context, io).as_dict() for n in lengths(context)
@@ -57,13 +58,13 @@ def _sizes(forecaster: Forecaster, budget: Budget, asked: int | None) -> list[in
     return list(budgets(budget.bytes, whole))
 
 
-def _row(forecaster: Forecaster, size: int, asked: int | None, io: str) -> dict[str, Any]:
+def _row(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> dict[str, Any]:
     try:
-        context = forecaster.context(size, asked)
+        context = forecaster.context(nbytes, asked)
         length = min(LENGTH, context)
-        return forecaster.forecast(size, length, context, io).as_dict() | {"error": None}
+        return forecaster.forecast(nbytes, length, context, io).as_dict() | {"error": None}
     except UsageError as error:
-        return {"budget": size, "error": str(error)}
+        return {"budget": nbytes, "error": str(error)}
 
 
 def _notes(forecaster: Forecaster, plan: Plan, here: Forecast) -> Iterator[str]:
@@ -88,7 +89,7 @@ def render(tree: dict[str, Any]) -> str:
 
 def _lines(tree: dict[str, Any]) -> Iterator[str]:
     model, machine, here = tree["model"], tree["machine"], tree["here"]
-    yield f"model    {model['name']}: {_size(model['files'])} in files; {model['formats']}"
+    yield f"model    {model['name']}: {data_size(model['files'])} in files; {model['formats']}"
     yield (
         f"machine  {machine['threads']} threads, memory {_rate(machine, 'memory')}, "
         f"disk {_rate(machine, 'disk')}"
@@ -105,12 +106,12 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
         else f"         and all {model['experts']:,} experts"
     )
     yield (
-        f"a token  meets {_size(here['memory_bytes'])} of weights, {model['experts_per_token']} "
-        f"experts of {_size(model['expert_bytes'])} among them;"
+        f"a token  meets {data_size(here['memory_bytes'])} of weights, "
+        f"{model['experts_per_token']} experts of {data_size(model['expert_bytes'])} among them;"
     )
     yield (
-        f"         from disk {_size(here['cold_bytes'])} when none is in memory, "
-        f"{_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
+        f"         from disk {data_size(here['cold_bytes'])} when none is in memory, "
+        f"{data_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
     )
     yield f"speed    {_speed(here)}, limited by {here['parts']['limit']}{_drafted(here)}"
     yield ""
@@ -141,7 +142,7 @@ def _budget_cells(row: dict[str, Any], model: dict[str, Any]) -> tuple[str, ...]
         gigabytes(row["budget"]),
         _slots(row, model),
         f"{100 * row['hits']:.0f}%",
-        _size(row["warm_bytes"]),
+        data_size(row["warm_bytes"]),
         _speed(row, ""),
         row["parts"]["limit"],
     )
@@ -184,11 +185,3 @@ def _span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _size(nbytes: float) -> str:
-    """Bytes in units of 10^9 and so on, as disks and files are counted."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes:.0f} B"

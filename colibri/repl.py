@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from colibri import commands, saved, stats
+from colibri.amounts import plural
 from colibri.answer import REASONING
 from colibri.conversation import Conversation
 from colibri.engine import Engine
@@ -127,7 +128,7 @@ class Repl:
     def _folded(self, turn: Turn) -> None:
         self.terminal.clear()
         if self.terminal.watched:
-            self._say(f"(thought {_plural(len(turn.reasoning.split()), 'word')}; /think show)")
+            self._say(f"(thought {plural(len(turn.reasoning.split()), 'word')}; /think show)")
 
     def _keep(self) -> None:
         """Save the conversation, if it has a name."""
@@ -260,8 +261,8 @@ class Repl:
         self.talk = talk
         again = count - ready
         self._say(
-            f"resumed {place.name!r}, saved {document.saved}: {_plural(talk.turns, 'question')}, "
-            f"{_plural(count, 'token')}, "
+            f"resumed {place.name!r}, saved {document.saved}: {plural(talk.turns, 'question')}, "
+            f"{plural(count, 'token')}, "
             + (f"{again} of them to be read again" if again else "none of them read again")
         )
 
@@ -291,7 +292,3 @@ class Repl:
         self.terminal.clear()
         self.terminal.end()
         self.terminal.warn(f"colibri: error: {error}")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

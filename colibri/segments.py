@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from colibri.amounts import data_size
 from colibri.config import ModelConfig
 from colibri.inventory import (
     Entry,
@@ -84,10 +85,10 @@ def render(costs: dict[str, SegmentCost]) -> str:
         ("attention layers run", [f"{c.attention_layers}" for c in costs.values()]),
         ("MoE layers run", [f"{c.moe_layers}" for c in costs.values()]),
         ("distinct experts", [f"{c.experts:,.0f}" for c in costs.values()]),
-        ("expert bytes", [_size(c.expert_bytes) for c in costs.values()]),
-        ("dense bytes", [_size(c.dense_bytes) for c in costs.values()]),
+        ("expert bytes", [data_size(c.expert_bytes) for c in costs.values()]),
+        ("dense bytes", [data_size(c.dense_bytes) for c in costs.values()]),
         ("head rows", [f"{c.head_rows}" for c in costs.values()]),
-        ("head bytes", [_size(c.head_bytes) for c in costs.values()]),
+        ("head bytes", [data_size(c.head_bytes) for c in costs.values()]),
         ("rows scoring the context", [f"{c.index_rows}" for c in costs.values()]),
         ("index scores", [f"{c.index_scores:,}" for c in costs.values()]),
     ]
@@ -168,7 +169,3 @@ def touched(config: ModelConfig, layer: int) -> Counter[str]:
     if is_sparse(config, layer):
         parts["experts"] = config.num_experts_per_tok * expert_parameters(config)
     return parts
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from colibri.amounts import gigabytes, plural
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
-from colibri.memory import gigabytes
 from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def announce(settings: Settings, engine: Engine, address: Any, model_id: str) ->
     count = engine.conversations
     return (
         f"colibri: {model_id}, {engine.context} tokens of context, "
-        f"{count} conversation{'' if count == 1 else 's'} at once "
+        f"{plural(count, 'conversation')} at once "
         f"({gigabytes(engine.slot.session.bytes)} each), drafts: {drafts}\n"
         f"colibri: the API is at http://{shown}:{port}/v1, the page at http://{shown}:{port}/"
         + ("" if settings.api_key else " (this machine only, no key)")

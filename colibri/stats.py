@@ -5,8 +5,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from colibri.amounts import data_size, gigabytes, plural
 from colibri.ledger import Ledger, Segment
-from colibri.memory import gigabytes
 from colibri.sampling import SamplingParams
 
 STOP, LENGTH, CONTEXT = "stop", "length", "context"
@@ -159,7 +159,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     reused = f", {receipt.reused_tokens} found in the cache" if receipt.reused_tokens else ""
     return [
         ("model", receipt.model),
-        ("engine", f"{receipt.isa}, {_plural(receipt.threads, 'thread')}, "
+        ("engine", f"{receipt.isa}, {plural(receipt.threads, 'thread')}, "
                    f"loaded in {_seconds(receipt.load_seconds)}, "
                    f"peak memory {gigabytes(receipt.peak_bytes)}"),
         ("context", f"{receipt.prompt_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
@@ -179,12 +179,12 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
-    used = f"{counters['expert_uses']} used ({gigabytes(counters['expert_bytes'])})"
+    used = f"{counters['expert_uses']} used ({data_size(counters['expert_bytes'])})"
     if not receipt.slots_per_layer:
         return f"{used}, {receipt.io}"
     waited = _seconds(counters["read_wait_ns"] / 1e9)
     text = (
-        f"{used}, {counters['expert_loads']} read ({gigabytes(counters['read_bytes'])}, "
+        f"{used}, {counters['expert_loads']} read ({data_size(counters['read_bytes'])}, "
         f"{receipt.io}), {waited} waited, {receipt.slots_per_layer} slots a layer"
     )
     if counters["pilot_reads"]:
@@ -241,7 +241,3 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

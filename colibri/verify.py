@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from colibri.amounts import data_size
 from colibri.checkpoint import INDEX
 from colibri.checksum import crc32
 from colibri.config import ModelConfig
@@ -125,9 +126,9 @@ def _check_contents(verdict: Verdict) -> None:
         layers = f"{config.num_hidden_layers} layers"
         layers += " and the MTP layer" if contents.has_mtp else ""
         experts = sum(contents.sparse) * config.n_routed_experts
-        size = sum(shard.size for shard in contents.shards)
+        nbytes = sum(shard.size for shard in contents.shards)
         verdict.facts.append(
-            f"{len(contents.shards)} files, {size / 1e9:.2f} GB: {layers}, {experts} experts, "
+            f"{len(contents.shards)} files, {data_size(nbytes)}: {layers}, {experts} experts, "
             f"{len(contents.tensors)} tensors"
         )
         half = dead_half(contents) if isinstance(contents, Container) else None
@@ -170,9 +171,9 @@ def _check_bytes(
             if report:
                 report(done, total)
     compared = sum(piece.nbytes for piece in pieces if piece.crc is not None)
-    fact = f"{compared / 1e9:.2f} GB compared with their checksums"
+    fact = f"{data_size(compared)} compared with their checksums"
     if compared != total:
-        fact += f", {(total - compared) / 1e9:.2f} GB without checksums read"
+        fact += f", {data_size(total - compared)} without checksums read"
     verdict.facts.append(fact)
 
 

@@ -94,7 +94,7 @@ def test_memory():
     found = examine(ram="900000")["memory"]
     assert found.status == FAIL and "lower --ram" in found.remedy
     found = examine(ram="64M")["fit"]
-    assert found.status == FAIL and "64 MB" in found.found
+    assert found.status == FAIL and "64 MiB" in found.found
     found = examine(ram="107M", io="buffered")["fit"]
     assert found.status == OK and "of 32 experts" in found.found
     found = examine(ram="105.8M", io="buffered", context="1024")["fit"]

@@ -243,7 +243,7 @@ def test_more_memory_is_never_slower(glm):
 def test_what_does_not_fit(glm):
     """Too little memory is refused with both numbers."""
     forecaster = Forecaster(glm, SLOW)
-    with pytest.raises(UsageError, match=r"17\.95 GB.*do not fit 16\.00 GB"):
+    with pytest.raises(UsageError, match=r"17\.95 GiB.*do not fit 16\.00 GiB"):
         forecaster.context(16 * GIB)
     with pytest.raises(UsageError, match="--ctx is 2000000, and this model handles 1048576"):
         forecaster.context(64 * GIB, 2_000_000)

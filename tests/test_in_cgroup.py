@@ -115,7 +115,7 @@ def test_the_command_runs_and_its_status_comes_back(permitted):
     assert permitted.returncode == 0
     done = launch("--memory", "64M", "--", "sh", "-c", "echo out; exit 7")
     assert (done.returncode, done.stdout) == (7, "out\n")
-    assert done.stderr.startswith("in_cgroup: limit 64 MB")
+    assert done.stderr.startswith("in_cgroup: limit 64 MiB")
 
 
 def test_the_limit_holds(permitted):
@@ -128,6 +128,6 @@ def test_the_limit_holds(permitted):
 def test_wrong_use_is_explained():
     """No command, an odd size, a command that does not exist."""
     assert "give a command" in launch("--memory", "1G").stderr
-    assert "expected gigabytes" in launch("--memory", "lots", "--", "true").stderr
+    assert "expected GiB" in launch("--memory", "lots", "--", "true").stderr
     done = launch("--memory", "64M", "--", "no-such-command")
     assert done.returncode == 1 and done.stderr.startswith("in_cgroup: error: ")

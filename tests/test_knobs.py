@@ -82,7 +82,7 @@ def test_names_people_know(environ, expected):
      ("16 GB", 16 * GIB), ("16GiB", 16 * GIB), ("16g", 16 * GIB)],
 )  # fmt: skip
 def test_sizes(text, size):
-    """Memory is in gigabytes, or in the unit written."""
+    """Memory is in GiB, or in the unit written."""
     assert Settings.resolve({"ram": text}, {}).ram == size
 
 
@@ -102,9 +102,9 @@ def test_sizes(text, size):
         ("context", "4k", "a whole number from 16"),
         ("threads", "0", "a whole number from 1 to 1024"),
         ("draft", "many", "a whole number from 0 to 15, or auto"),
-        ("ram", "lots", "gigabytes such as 24"),
-        ("ram", "0", "gigabytes such as 24"),
-        ("ram", "12 KB", "gigabytes such as 24"),
+        ("ram", "lots", "GiB such as 24"),
+        ("ram", "0", "GiB such as 24"),
+        ("ram", "12 KB", "GiB such as 24"),
         ("mtp", "maybe", "1 or 0"),
         ("mode", "fast", "rejection, coupled or probabilistic"),
         ("effort", "medium", "low, high or max"),

@@ -9,7 +9,7 @@ import pytest
 
 from colibri import context
 from colibri.errors import UsageError
-from colibri.memory import Budget, available, budget, gigabytes, physical_cores
+from colibri.memory import Budget, available, budget, physical_cores
 
 GIB = 1 << 30
 V1_NO_LIMIT = 9223372036854771712
@@ -64,7 +64,7 @@ def test_cgroup_v2(root, inner, outer):
             f"sys/fs/cgroup/{path}/memory.stat": f"anon {GIB // 4}\nfile {GIB // 2}",
         })  # fmt: skip
     assert available(root).available == 2 * GIB - GIB // 2
-    assert available(root).source == "cgroup limit 2.00 GB"
+    assert available(root).source == "cgroup limit 2.00 GiB"
 
 
 def test_container_sees_only_its_mount(root):
@@ -103,7 +103,7 @@ def test_budget(root):
     assert budget(4 * GIB, root) == Budget(4 * GIB, "--ram")
     assert budget(None, root).bytes == 15 * GIB
     budget(4 * GIB, root).require(4 * GIB, "this", "")
-    with pytest.raises(UsageError, match=r"this needs 4\.00 GB.*4\.00 GB \(--ram\). Do so\."):
+    with pytest.raises(UsageError, match=r"this needs 4\.00 GiB.*4\.00 GiB \(--ram\). Do so\."):
         budget(4 * GIB, root).require(4 * GIB + 1, "this", "Do so.")
 
 
@@ -111,15 +111,6 @@ def test_this_machine():
     """The real files of this machine are understood."""
     assert 1 <= physical_cores() <= (os.cpu_count() or 1)
     assert available().available > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0 MB", 0), ("512 MB", 512 << 20), ("1.00 GB", GIB), ("372.50 GB", 372.5 * GIB)],
-)
-def test_gigabytes(text, size):
-    """Sizes as people read them."""
-    assert gigabytes(size) == text
 
 
 # ---- cores --------------------------------------------------------------------------------------

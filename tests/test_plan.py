@@ -63,18 +63,18 @@ def test_less_than_a_token_is_said():
     """Fewer slots than one token needs is a note with the memory that would change it."""
     plan = make_plan(DEMAND, 700 * MB + 3 * DEMAND.slot_round)
     assert plan.slots_per_layer in (3, 4)
-    assert "736 MB for experts would change that" in plan.notes[0]
+    assert "736 MiB for experts would change that" in plan.notes[0]
 
 
 def test_dense_part_must_fit():
     """Too little for the dense part is refused with both numbers and the flags."""
-    with pytest.raises(UsageError, match=r"500 MB.*100 MB.*512 MB; give more memory with --ram"):
+    with pytest.raises(UsageError, match=r"500 MiB.*100 MiB.*512 MiB; give more memory with --ram"):
         make_plan(DEMAND, 512 * MB)
 
 
 def test_no_slot_is_refused():
     """A forced slot mode without room for one slot a layer names the bytes it needs."""
-    with pytest.raises(UsageError, match=r"needs 92 MB; give more memory with --ram"):
+    with pytest.raises(UsageError, match=r"needs 92 MiB; give more memory with --ram"):
         make_plan(DEMAND, 640 * MB, io="direct")
 
 

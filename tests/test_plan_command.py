@@ -50,7 +50,7 @@ def test_in_words(command):
     """The same for people, in lines a terminal holds."""
     text = command(*GLM).out
     assert all(len(line) <= 100 for line in text.splitlines())
-    for part in ("414 GB in files", "6.5 GB/s (given)", "64.00 GB (--ram)", "limited by disk",
+    for part in ("413.98 GB in files", "6.5 GB/s (given)", "64.00 GiB (--ram)", "limited by disk",
                  "600 experts of 20.05 MB", "from disk 12.03 GB when none is in memory",
                  "49% hits", "4096 tokens"):  # fmt: skip
         assert part in text
@@ -126,7 +126,7 @@ def test_hit_rates_of_a_trace(command, demo_path, tmp_path, still):
         ("--shape glm-5.2 --disk fast", "--disk is 'fast'; expected GB/s such as 6.5"),
         ("--shape glm-5.2 --disk 0", "--disk is 0; expected GB/s from"),
         ("--shape glm-5.2 --experts int5", "format 'int5' is not known"),
-        ("--shape glm-5.2 --ram 16 --memory 50", "do not fit 16.00 GB"),
+        ("--shape glm-5.2 --ram 16 --memory 50", "do not fit 16.00 GiB"),
         ("--shape glm-5.2 --ctx 3000000 --ram 64 --memory 50", "this model handles 1048576"),
         ("--trace nothing.npz", "there is no such trace"),
     ],

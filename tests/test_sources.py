@@ -169,7 +169,7 @@ def test_no_room(tmp_path, monkeypatch):
     source = directory(tmp_path / "source", fp8.checkpoint()[0])
     plan = make_plan(Request(str(source), tmp_path / "out"))
     monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: plan.needed() - 5_000_000)
-    with pytest.raises(UsageError, match=r"0\.01 GB short; .*--delete-source"):
+    with pytest.raises(UsageError, match=r"5 MB short; .*--delete-source"):
         convert_directory(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: plan.needed())

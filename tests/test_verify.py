@@ -48,7 +48,7 @@ def test_whole(good):
     verdict = verify(good, deep=True, threads=2)
     assert verdict.is_whole and not verdict.warnings
     assert "3 layers and the MTP layer, 12 experts" in verdict.facts[0]
-    assert "GB compared with their checksums" in verdict.facts[1]
+    assert "kB compared with their checksums" in verdict.facts[1]
     assert "without" not in verdict.facts[1]
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from colibri.amounts import gigabytes
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import BY_NAME
 from colibri.pagecache import evict
@@ -212,9 +213,9 @@ def run(command: list[str], size: int, root: Path = ROOT) -> int:
             raise UsageError(f"{command[0]}: cannot be started: {why}") from why
         code = _wait(child)
         peak = group.peak
-        used = f", at most {peak / (1 << 20):.0f} MB used" if peak is not None else ""
+        used = f", at most {gigabytes(peak)} used" if peak is not None else ""
         killed = f", {group.kills} killed for memory" if group.kills else ""
-        limit = f"{size / (1 << 20):.0f} MB"
+        limit = gigabytes(size)
         print(f"in_cgroup: limit {limit}{used}{killed}, exit status {code}", file=sys.stderr)
         return code
 
@@ -237,7 +238,7 @@ def _wait(child: "subprocess.Popen[bytes]") -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--memory", required=True, help="gigabytes, or 512M, 2G")
+    parser.add_argument("--memory", required=True, help="GiB, or 512M, 2G")
     parser.add_argument("--evict", type=Path, metavar="DIR", help="drop its files from the cache")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     args = parser.parse_args(arguments)

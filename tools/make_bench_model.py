@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from colibri.amounts import data_size
 from colibri.checkpoint import INDEX
 from colibri.config import ModelConfig
 from colibri.errors import ColibriError, UsageError
@@ -181,7 +182,7 @@ def _prepare(target: Path, total: int) -> None:
         raise UsageError(f"{target}: already holds {held[0].name}; give another directory")
     free = shutil.disk_usage(target).free
     if free < total:
-        raise UsageError(f"{target}: {total / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+        raise UsageError(f"{target}: {data_size(total)} are needed, {data_size(free)} are free")
 
 
 def _write_shard(
@@ -234,8 +235,8 @@ def main() -> int:
     start = time.monotonic()
 
     def show(name: str, done: int, total: int) -> None:
-        rate = done / 1e6 / (time.monotonic() - start)
-        print(f"{name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate:.0f} MB/s", flush=True)
+        rate = done / (time.monotonic() - start)
+        print(f"{name}: {data_size(done)} of {data_size(total)}, {data_size(rate)}/s", flush=True)
 
     def parse(text: str) -> Format:
         return Format.parse(text.removesuffix("-row"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from colibri.amounts import data_size
 from colibri.convert import sides as side_files
 from colibri.convert.hub import Hub
 from colibri.convert.jobs import Job, TargetFile
@@ -165,8 +166,8 @@ class Plan:
             if not (self.hub or self.request.delete_source):
                 remedy += "; --delete-source frees each source shard once it is safely written"
             raise UsageError(
-                f"{self.request.target}: {_gb(needed)} are needed and {_gb(free)} are free: "
-                f"{_gb(needed - free)} short; {remedy}"
+                f"{self.request.target}: {data_size(needed)} are needed and {data_size(free)} are "
+                f"free: {data_size(needed - free)} short; {remedy}"
             )
 
 
@@ -182,7 +183,3 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

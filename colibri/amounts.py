@@ -1,0 +1,32 @@
+"""Amounts as people read them: memory in GiB, files and bytes read in GB, counts with their noun.
+
+Memory is given out in powers of two, as --ram takes it; disks and files are sold and listed in
+powers of ten. The unit says which it is.
+"""
+
+_BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
+
+def gigabytes(nbytes: float) -> str:
+    """An amount of memory, in units of 2^30 bytes and their kin: "7.81 GiB", "512 MiB"."""
+    return _in_units(nbytes, _BINARY)
+
+
+def data_size(nbytes: float) -> str:
+    """The size of files and of what is read, in units of 10^9 bytes and so on: "20.05 MB"."""
+    return _in_units(nbytes, _DECIMAL)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and a regular noun: "1 file", "2 files"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _in_units(nbytes: float, units: tuple[tuple[str, int], ...]) -> str:
+    """Two decimals from the giga unit up, four digits below: what is small is told as exactly."""
+    for place, (unit, scale) in enumerate(units):
+        if nbytes >= scale:
+            value = nbytes / scale
+            return f"{value:.2f} {unit}" if place < 2 else f"{value:.4g} {unit}"
+    return f"{nbytes:.0f} B"
