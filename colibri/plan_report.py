@@ -1,24 +1,29 @@
 """`colibri plan`: the forecasts worth telling, as a tree of plain values and as text."""
 
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
-from colibri.amounts import data_size, gigabytes
+from colibri.amounts import data_size, gigabytes, plural
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
 from colibri.memory import RESERVE, Budget
 from colibri.plan import Plan, make_plan
 
 VERSION = 1
+_GIB = 1 << 30
 LENGTH = 4096  # tokens of text in the table of memory budgets
 
 
 def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -> dict[str, Any]:
-    """Everything, for JSON. UsageError when the model does not fit `budget` at all."""
+    """Everything, for JSON. UsageError when the model does not fit `budget` at all: it says what
+    would do."""
     shape, speeds, config = forecaster.shape, forecaster.speeds, forecaster.shape.config
-    context = forecaster.context(budget.bytes, asked)
-    plan = make_plan(forecaster.demand(context), budget.bytes, io, RESERVE)
+    try:
+        context, plan = _divided(forecaster, budget.bytes, asked, io)
+    except UsageError as error:
+        raise _too_small(forecaster, budget, asked, io) or error from None
     length = min(LENGTH, context)
     here = forecaster.forecast(budget.bytes, length, context, io)
     return {
@@ -49,6 +54,41 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
         ],
         "notes": [*plan.notes, *_notes(forecaster, plan, here)],
     }
+
+
+def _divided(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> tuple[int, Plan]:
+    """The context that fits, and what goes where; UsageError when nothing does."""
+    context = forecaster.context(nbytes, asked)
+    return context, make_plan(forecaster.demand(context), nbytes, io, RESERVE)
+
+
+def _too_small(
+    forecaster: Forecaster, budget: Budget, asked: int | None, io: str
+) -> UsageError | None:
+    """What to say when `budget` does not do: which does, and how to see its forecast."""
+    shape = forecaster.shape
+    unit, letter = (_GIB // 10, "") if shape.resident >= _GIB else (1 << 20, "M")
+
+    def fits(units: int) -> bool:
+        try:
+            return bool(_divided(forecaster, units * unit, asked, io))
+        except UsageError:
+            return False
+
+    low = budget.bytes // unit
+    high = forecaster.whole(asked or LENGTH) // unit + 1
+    if not fits(high):
+        return None  # no amount of memory helps
+    least = bisect_left(range(high), True, low, key=fits)
+    context = forecaster.context(least * unit, asked)
+    return UsageError(
+        f"{shape.name} does not fit {gigabytes(budget.bytes)} ({budget.source}): dense weights "
+        f"{gigabytes(shape.resident)}, a context of {plural(context, 'token')} "
+        f"{gigabytes(forecaster.demand(context).session)}, and {gigabytes(RESERVE)} for the "
+        f"process; {gigabytes(least * unit)} is the least that works: free that much, or see by "
+        f"--ram {least if letter else f'{least / 10:g}'}{letter} what a machine that has it does"
+        + ("; a smaller --ctx needs less" if asked else "")
+    )
 
 
 def _sizes(forecaster: Forecaster, budget: Budget, asked: int | None) -> list[int]:
@@ -170,7 +210,8 @@ def _speed(row: dict[str, Any], unit: str = " tok/s") -> str:
 def _drafted(row: dict[str, Any]) -> str:
     if row["drafted"] is None or row["drafted"] <= 1.02 * row["rate"]:
         return ""
-    return f"; {row['drafted']:.2g} if {100 * ACCEPTED:.0f}% of single drafts are kept"
+    drafted = _speed({"rate": row["drafted"]}, "")
+    return f"; {drafted} if {100 * ACCEPTED:.0f}% of single drafts are kept"
 
 
 def _rate(machine: dict[str, Any], name: str) -> str:

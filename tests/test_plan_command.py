@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 from toolbox import tool
@@ -64,7 +65,8 @@ def test_a_model_that_is_here(command, demo_path, still):
     parts = dict(found["here"]["parts"])
     assert parts.pop("limit") and found["here"]["rate"] == pytest.approx(1 / sum(parts.values()))
     assert 0 < found["machine"]["layer_seconds"] < 1e-3 / 6  # the weights take the rest
-    assert "the demo model" in command("plan").out
+    text = command("plan").out
+    assert "the demo model" in text and "e+0" not in text
 
 
 def test_a_config_fetched_alone(command, tmp_path):
@@ -126,7 +128,7 @@ def test_hit_rates_of_a_trace(command, demo_path, tmp_path, still):
         ("--shape glm-5.2 --disk fast", "--disk is 'fast'; expected GB/s such as 6.5"),
         ("--shape glm-5.2 --disk 0", "--disk is 0; expected GB/s from"),
         ("--shape glm-5.2 --experts int5", "format 'int5' is not known"),
-        ("--shape glm-5.2 --ram 16 --memory 50", "do not fit 16.00 GiB"),
+        ("--shape glm-5.2 --ram 16 --memory 50", "does not fit 16.00 GiB (--ram)"),
         ("--shape glm-5.2 --ctx 3000000 --ram 64 --memory 50", "this model handles 1048576"),
         ("--trace nothing.npz", "there is no such trace"),
     ],
@@ -135,6 +137,27 @@ def test_refusals(command, still, arguments, message):
     """Each is one line that says what to write instead."""
     result = command("plan", *arguments.split())
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        ("--shape glm-5.2 --ram 16", "0.1"),
+        ("--shape glm-5.2 --ram 20 --ctx 65536 --io direct", "0.1"),
+        ("--ram 10M", "1M"),
+    ],
+)
+def test_the_least_memory_that_works(command, still, arguments, step):
+    """Where nothing fits, plan names the least that does: with it there is a forecast, with a step
+    less there is none."""
+    asked = ["plan", *arguments.split(), "--memory", "50"]
+    result = command(*asked)
+    found = re.search(r"is the least that works: .*--ram ([\d.]+)(M?)", result.err)
+    assert result.status == 2 and found and result.out == ""
+    assert ("a smaller --ctx" in result.err) == ("--ctx" in arguments)
+    less = round(float(found[1]) - float(step.rstrip("M")), 1)
+    assert command(*asked, "--ram", found[1] + found[2]).status == 0
+    assert command(*asked, "--ram", f"{less}{found[2]}").status == 2
 
 
 def test_forecasts_are_checked_against_the_engine(demo_container, still):
