@@ -23,8 +23,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"{model['experts_per_token']} a token"
     )
     yield (
-        f"machine  {here['processor']}, {here['cores']} cores, {here['isa']}, {here['system']}, "
-        f"{gigabytes(here['memory_available'])} ({here['memory_limit']})"
+        f"machine  {here['processor']}, {plural(here['cores'], 'core')}, {here['isa']}, "
+        f"{here['system']}, {gigabytes(here['memory_available'])} ({here['memory_limit']})"
     )
     yield from _cores("memory", here["read_bandwidth"], "GB/s")
     yield from _cores("dots", here["dot_peak"], "G/s")
@@ -83,7 +83,7 @@ def _more(figure: dict[str, Any]) -> Iterator[str]:
     if figure["kind"] != "stream":
         return
     details = {name: _spread(value) for name, value in figure["details"].items()}
-    slots = f"{figure['slots']} slots a layer" if figure["slots"] else "page cache"
+    slots = f"{plural(figure['slots'], 'slot')} a layer" if figure["slots"] else "page cache"
     parts = [
         f"{figure['io']}, {slots}",
         f"limit {_spread(figure['limit_tokens_per_second']).show('tok/s')}",

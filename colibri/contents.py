@@ -5,6 +5,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from colibri import inventory
+from colibri.amounts import plural
 from colibri.checkpoint import MISSING_LIMIT, Checkpoint, missing_error
 from colibri.config import ModelConfig
 from colibri.experts import expert_tensor_names
@@ -61,6 +62,14 @@ class Contents:
         """Per layer: INDEX_FULL, INDEX_SHARED, or INDEX_NONE when its attention is dense."""
         return tuple(self._index_kind(layer) for layer in self.layers)
 
+    @property
+    def summary(self) -> str:
+        """What there is, counted: layers, experts, tensors."""
+        layers = plural(self.config.num_hidden_layers, "layer")
+        layers += " and the MTP layer" if self.has_mtp else ""
+        experts = sum(self.sparse) * self.config.n_routed_experts
+        return f"{layers}, {plural(experts, 'expert')}, {plural(len(self.tensors), 'tensor')}"
+
     def note_unused(self, used: set[str], suffixes: tuple[str, ...]) -> None:
         """Say which stored tensors no part of the model uses; `suffixes` are those of scales."""
         sparse = {f"model.layers.{layer}" for layer in self.sparse_layers}
@@ -72,7 +81,7 @@ class Contents:
         ]
         if unused:
             self.notes.append(
-                f"{len(unused)} stored tensors are not part of this model and are ignored, "
+                f"stored tensors that are not part of this model are ignored: {len(unused)}, "
                 f"first {unused[0]}"
             )
 

@@ -131,7 +131,7 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
     model, machine, here = tree["model"], tree["machine"], tree["here"]
     yield f"model    {model['name']}: {data_size(model['files'])} in files; {model['formats']}"
     yield (
-        f"machine  {machine['threads']} threads, memory {_rate(machine, 'memory')}, "
+        f"machine  {plural(machine['threads'], 'thread')}, memory {_rate(machine, 'memory')}, "
         f"disk {_rate(machine, 'disk')}"
     )
     yield (

@@ -97,8 +97,8 @@ def line(receipt: Receipt) -> str:
     """The receipt in one line."""
     proposed, accepted = receipt.drafts
     parts = [
-        f"prompt {receipt.prompt_tokens} tokens{_per_second(receipt.prompt_rate)}",
-        f"answer {receipt.answer_tokens} tokens{_per_second(receipt.answer_rate)}",
+        f"prompt {plural(receipt.prompt_tokens, 'token')}{_per_second(receipt.prompt_rate)}",
+        f"answer {plural(receipt.answer_tokens, 'token')}{_per_second(receipt.answer_rate)}",
         f"first after {_seconds(receipt.first_token_seconds)}",
     ]
     if proposed:
@@ -163,13 +163,13 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
                    f"loaded in {_seconds(receipt.load_seconds)}, "
                    f"peak memory {gigabytes(receipt.peak_bytes)}"),
         ("context", f"{receipt.prompt_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
-        ("prompt", f"{receipt.prompt_tokens} tokens{reused}, {_seconds(receipt.prompt_seconds)}"
-                   f"{_per_second(receipt.prompt_rate)}"),
-        ("answer", f"{receipt.answer_tokens} tokens, {_seconds(receipt.answer_seconds)}"
+        ("prompt", f"{plural(receipt.prompt_tokens, 'token')}{reused}, "
+                   f"{_seconds(receipt.prompt_seconds)}{_per_second(receipt.prompt_rate)}"),
+        ("answer", f"{plural(receipt.answer_tokens, 'token')}, {_seconds(receipt.answer_seconds)}"
                    f"{_per_second(receipt.answer_rate)}, "
                    f"first after {_seconds(receipt.first_token_seconds)}"),
         ("drafts", _drafts(receipt)),
-        ("forwards", f"{counters['forwards']} of {counters['rows']} rows for the answer"
+        ("forwards", f"{counters['forwards']} of {plural(counters['rows'], 'row')} for the answer"
                      f"{_each(receipt)}"),
         ("experts", _experts(receipt, both)),
         ("sampling", _sampling(receipt)),
@@ -185,7 +185,7 @@ def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
     waited = _seconds(counters["read_wait_ns"] / 1e9)
     text = (
         f"{used}, {counters['expert_loads']} read ({data_size(counters['read_bytes'])}, "
-        f"{receipt.io}), {waited} waited, {receipt.slots_per_layer} slots a layer"
+        f"{receipt.io}), {waited} waited, {plural(receipt.slots_per_layer, 'slot')} a layer"
     )
     if counters["pilot_reads"]:
         text += f", {counters['pilot_useful']} of {counters['pilot_reads']} read ahead were of use"
@@ -219,7 +219,7 @@ def _sampling(receipt: Receipt) -> str:
 
 def _finish(receipt: Receipt) -> str:
     if receipt.finish_reason == LENGTH:
-        return f"stopped at the limit of {receipt.max_tokens} tokens"
+        return f"stopped at the limit of {plural(receipt.max_tokens, 'token')}"
     return {
         STOP: "complete",
         CONTEXT: f"stopped: the context of {receipt.context} tokens is full",

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colibri.amounts import data_size
+from colibri.amounts import data_size, plural
 from colibri.checkpoint import INDEX
 from colibri.checksum import crc32
-from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.convert.checks import dead_half, zero_half_warning
 from colibri.convert.manifest import RECORD, WORK, read_record
@@ -121,16 +120,10 @@ def _check_contents(verdict: Verdict) -> None:
     """Every tensor of the architecture, in a form that can be used; the counts."""
     try:
         contents = open_contents(verdict.directory)
-        config: ModelConfig = contents.config
         verdict.warnings += contents.notes
-        layers = f"{config.num_hidden_layers} layers"
-        layers += " and the MTP layer" if contents.has_mtp else ""
-        experts = sum(contents.sparse) * config.n_routed_experts
         nbytes = sum(shard.size for shard in contents.shards)
-        verdict.facts.append(
-            f"{len(contents.shards)} files, {data_size(nbytes)}: {layers}, {experts} experts, "
-            f"{len(contents.tensors)} tensors"
-        )
+        files = f"{plural(len(contents.shards), 'file')}, {data_size(nbytes)}"
+        verdict.facts.append(f"{files}: {contents.summary}")
         half = dead_half(contents) if isinstance(contents, Container) else None
         if half:
             verdict.warnings.append(zero_half_warning(contents, half))

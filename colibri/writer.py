@@ -9,6 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
+from colibri.amounts import plural
 from colibri.errors import ContainerError
 from colibri.layout import RECORD_ALIGN, TensorSpec
 from colibri.state import PARTIAL, sync_directory
@@ -136,7 +137,7 @@ class ShardWriter:
         lacking = [name for name, sums in self._sums.items() if None in sums]
         if lacking:
             raise ContainerError(
-                f"{self.path}: {len(lacking)} tensors were not written, first {lacking[0]}"
+                f"{self.path}: {plural(len(lacking), 'tensor')} not written, first {lacking[0]}"
             )
         sums = {name: [s or 0 for s in row] for name, row in self._sums.items()}
         self._write_at(0, memoryview(self._image.header(sums)))

@@ -50,6 +50,7 @@ def test_dry_run(command, source, tmp_path, monkeypatch):
     total = int(sizes.pop("in all"))
     assert sum(map(int, sizes.values())) == total and {"experts", "mtp", "headers"} <= set(sizes)
     assert "--experts int4-g64-f16" in done.out and "needed now" in done.out
+    assert f"{source}: 1 file, " in done.out and "0.00 GB" not in done.out
     command("convert", str(source), str(target))
     assert sum(path.stat().st_size for path in target.iterdir()) == total
     monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: 1000)

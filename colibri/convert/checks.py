@@ -86,7 +86,7 @@ def check_finished(plan: Plan) -> tuple[str, list[str]]:
     """
     target = plan.request.target
     container = Container(ModelConfig.load(target), read_checkpoint(target))
-    config, source = container.config, plan.source
+    source = plan.source
     counted = {
         "tensors": (len(container.tensors), sum(len(f.image.specs) for f in plan.files)),
         "files": (len(container.shards), len(plan.files)),
@@ -102,9 +102,7 @@ def check_finished(plan: Plan) -> tuple[str, list[str]]:
             )
     half = dead_half(container)
     warnings = [zero_half_warning(container, half)] if half else []
-    layers = f"{config.num_hidden_layers} layers" + (" and the MTP layer" if source.has_mtp else "")
-    experts = sum(source.sparse) * config.n_routed_experts
-    return f"{layers}, {experts} experts, {len(container.tensors)} tensors", warnings
+    return container.summary, warnings
 
 
 def zero_half_warning(container: Container, half: str) -> str:

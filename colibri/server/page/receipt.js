@@ -10,7 +10,7 @@ const rates = [];
 
 const round = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
 const seconds = (s) => (s < 1 ? `${(s * 1000).toFixed(s < 0.01 ? 2 : 0)} ms` : `${s.toFixed(1)} s`);
-const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : `${(n / 1e6).toFixed(0)} MB`);
+const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${round(n / 1e6)} MB` : `${round(n / 1e3)} kB`);
 const count = (n) => n.toLocaleString("en");
 
 function bar(node, parts) {
