@@ -74,7 +74,8 @@ class Request:
     prefill, `chunk` the rows it runs at once (None: all); `arms` are ways to stream; `greedy`
     decodes the model's own picks instead of random ids; `busy` adds a run beside a process that
     spins on one core. Random ids ask for other experts at every token, a greedy text of random
-    weights soon goes round in circles: real text lies between.
+    weights soon goes round in circles: real text lies between. `trace` records which experts the
+    first streamed run asks for, which takes time of its own.
     """
 
     threads: tuple[int, ...] = (1,)
@@ -87,6 +88,7 @@ class Request:
     cached_io: str = "mmap"
     isa: str | None = None
     greedy: bool = False
+    trace: bool = False
     busy: bool = False
     quick: bool = False
     seed: int = 1
@@ -103,7 +105,7 @@ class Request:
 class Bench:
     """Measures one container; `run` returns the report, a tree of plain values.
 
-    `trace` is then the routing of the first streamed run, if there was one.
+    `trace` is then the routing of the first streamed run, if the request wants one.
     """
 
     def __init__(self, container: Container, request: Request, say: Say = lambda text: None):
@@ -284,7 +286,7 @@ class Bench:
         model.set_residency(plan.io, plan.slots_per_layer, pilot)
         evict(shard.path for shard in self.container.shards)
         compute = self._same_token_seconds(session)
-        writer = TraceWriter(session) if self.trace is None else None
+        writer = TraceWriter(session) if self.request.trace and self.trace is None else None
         before = session.counters()
         sample = self._decode(session, writer, feed)
         self.trace = writer.trace() if writer else self.trace

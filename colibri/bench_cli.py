@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ def bench_command(model: str | None, trace: Path | None, json_file: Path | None,
     from colibri.engine import model_directory
 
     container = Container.open(model_directory(Settings.resolve({"model": model})))
-    bench = Bench(container, request_of(options), lambda text: click.echo(text, err=True))
+    request = replace(request_of(options), trace=trace is not None)
+    bench = Bench(container, request, lambda text: click.echo(text, err=True))
     report = bench.run()
     click.echo(render(report))
     if json_file:

@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from colibri import demo, probe
 from colibri.config import ModelConfig
+from colibri.container import Container
 from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE, gigabytes
 from colibri.model import PILOT_SLOTS
 from colibri.plan import Demand, Plan, make_plan
-from colibri.probe import ABSORBED, Speeds
-from colibri.shapes import Shape, Work
+from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
+from colibri.shapes import Shape, Work, of_container
 
 ROWS = 128  # of a prefill step: the engine's
 ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
@@ -288,8 +290,21 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) ->
 def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:
     """With the seconds a layer takes beside its weights, from a small model's step of `seconds`."""
     free = Forecaster(small, replace(speeds, layer_seconds=0.0))
-    rest = seconds - free.step(1.0, 32).seconds
+    rest = seconds - free.step(1.0, STEP_AT).seconds
     return replace(speeds, layer_seconds=max(0.0, rest / small.config.num_hidden_layers))
+
+
+def look(
+    shape: Shape, threads: int, disk: DiskSpeed, source: str, isa: str | None = None
+) -> Speeds:
+    """This machine's figures for a model; those of the disk are known already, from `source`."""
+    demo_container = Container.open(demo.MODEL)
+    small = of_container(demo_container, mtp=False)
+    found = probe.measure(threads, kinds_of(shape, small), disk.rate, source, shape.files, isa)
+    seconds = probe.step_seconds(demo_container, threads, isa)
+    cached = probe.measure(threads, kinds_of(small), disk.rate, source, small.files, isa)
+    layer = calibrated(cached, small, seconds).layer_seconds
+    return replace(found, layer_seconds=layer, latency=disk.latency)
 
 
 def kinds_of(*shapes: Shape) -> set[str]:

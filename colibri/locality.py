@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,15 +53,12 @@ TEXT = Locality()
 RANDOM = Locality("random ids, every expert as likely as another", None)
 
 
-def of_trace(path: Path) -> Locality:
+def of_trace(trace: "Trace", name: str) -> Locality:
     """Hit rates that the engine's own rule would have had on a recorded trace."""
-    from colibri.trace import Trace
-
-    trace = Trace.load(path)
     used = trace.experts.shape[2]
     sizes = sorted({max(1, round(trace.count * part / 16)) for part in range(1, 16)} | {used})
     points = [(slots, lru(trace, slots)) for slots in sizes if slots < trace.count]
-    return Locality(f"as in {path.name}", None, points)
+    return Locality(f"as in {name}", None, points)
 
 
 def lru(trace: "Trace", slots: int) -> float:

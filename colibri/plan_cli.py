@@ -14,7 +14,7 @@ from colibri.knobs import Settings
 
 if TYPE_CHECKING:
     from colibri.container import Container
-    from colibri.probe import Speeds
+    from colibri.probe import DiskSpeed, Speeds
     from colibri.shapes import Shape
 
 
@@ -68,6 +68,7 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
     from colibri.memory import budget
     from colibri.plan_report import report
     from colibri.shapes import of_container
+    from colibri.trace import Trace
 
     mtp = settings.mtp and settings.draft != 0
     container: Container | None = None
@@ -78,8 +79,9 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
         shape = of_container(container, mtp)
         if container.directory == demo.MODEL:
             shape = replace(shape, name="the demo model")
-    trace = options["trace"]
-    where = locality.of_trace(trace) if trace else locality.TEXT
+    where, trace = locality.TEXT, options["trace"]
+    if trace:
+        where = locality.of_trace(Trace.load(trace), trace.name)
     forecaster = Forecaster(shape, _speeds(settings, options, shape, container), where)
     return report(forecaster, budget(settings.ram), settings.context, settings.io)
 
@@ -97,39 +99,29 @@ def _published(options: dict[str, Any], mtp: bool) -> "Shape":
 def _speeds(
     settings: Settings, options: dict[str, Any], shape: "Shape", container: "Container | None"
 ) -> "Speeds":
-    from colibri import demo, probe
-    from colibri.container import Container
-    from colibri.forecast import calibrated, kinds_of
+    from colibri import probe
+    from colibri.forecast import look
     from colibri.memory import physical_cores
-    from colibri.shapes import of_container
 
     threads = settings.threads or physical_cores()
-    disk, latency, source = _disk(options["disk"], shape, container)
+    disk, source = _disk(options["disk"], shape, container)
     if options["memory"]:
         sources = {"memory": "given", "disk": source}
         memory = options["memory"] * 1e9
-        return probe.Speeds(threads, memory, disk, latency=latency, sources=sources)
-    demo_container = Container.open(demo.MODEL)
-    small = of_container(demo_container, mtp=False)
-    kinds = kinds_of(shape, small)
-    speeds = probe.measure(threads, kinds, disk, source, shape.files, settings.isa)
-    seconds = probe.step_seconds(demo_container, threads, settings.isa)
-    cached = probe.measure(threads, kinds_of(small), disk, source, small.files, settings.isa)
-    layer = calibrated(cached, small, seconds).layer_seconds
-    return replace(speeds, layer_seconds=layer, latency=latency)
+        return probe.Speeds(threads, memory, disk.rate, latency=disk.latency, sources=sources)
+    return look(shape, threads, disk, source, settings.isa)
 
 
 def _disk(
     asked: str | None, shape: "Shape", container: "Container | None"
-) -> tuple[float, float, str]:
-    """Bytes a second, seconds until the first byte, and where the figures come from."""
+) -> tuple["DiskSpeed", str]:
+    """How fast the disk is, and where the figures come from."""
     from colibri import probe
 
     if asked is None:
         if container is None:
-            return probe.ASSUMED_DISK, probe.ASSUMED_LATENCY, "assumed"
-        disk = probe.disk_of(container, shape.expert.total)
-        return disk.rate, disk.latency, "measured"
+            return probe.DiskSpeed(probe.ASSUMED_DISK, probe.ASSUMED_LATENCY), "assumed"
+        return probe.disk_of(container, shape.expert.total), "measured"
     try:
         rate = float(asked)
     except ValueError:
@@ -138,8 +130,7 @@ def _disk(
             raise UsageError(
                 f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"
             ) from None
-        disk = probe.disk_at(path)
-        return disk.rate, disk.latency, "measured"
+        return probe.disk_at(path), "measured"
     if not 0.001 <= rate <= 1000:
         raise UsageError(f"--disk is {asked}; expected GB/s from 0.001 to 1000")
-    return rate * 1e9, probe.ASSUMED_LATENCY, "given"
+    return probe.DiskSpeed(rate * 1e9, probe.ASSUMED_LATENCY), "given"

@@ -30,6 +30,8 @@ ASSUMED_LAYER = 20e-6  # seconds a layer takes beside its weights, where it was 
 ABSORBED = "absorbed"  # kv_b: unpacked, then multiplied as floats, each row by itself
 ASSUMED_LATENCY = 1e-4
 MANY = 16  # rows at which products are no longer bound by unpacking weights
+STEP_AT = 256  # where a small model's step is measured: it attends and chooses keys as later on
+_STEPS, _BURSTS = 256, 4
 _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
 _PIECE = 1 << 20
 _LEAST = 2 << 20  # bytes a thread reads at least
@@ -156,15 +158,19 @@ class Linear:
 
 
 def step_seconds(container: Container, threads: int, isa: str | None = None) -> float:
-    """Seconds of one step of a small model: of many, one of the quicker ones."""
+    """Seconds of one step of a small model about STEP_AT tokens into a text: the mean of many,
+    because what disturbs a machine disturbs the answer as well."""
     model = Model.open(container, threads=threads, isa=isa, mtp=False)
-    session = Session(model, 64, 1)
-    times = []
-    for token in range(60):
+    session = Session(model, STEP_AT + _STEPS)
+    session.prefill(range(STEP_AT - _STEPS // 2), prime=False)
+    seconds = 0.0
+    for _ in range(_BURSTS):
+        session.rewind(STEP_AT - _STEPS // 2)
         begun = time.perf_counter()
-        session.step_all([token + 10], "last")
-        times.append(time.perf_counter() - begun)
-    return sorted(times)[len(times) // 4]
+        for token in range(_STEPS):
+            session.step_all([token], "last")
+        seconds += time.perf_counter() - begun
+    return seconds / (_BURSTS * _STEPS)
 
 
 class DiskSpeed(NamedTuple):

@@ -203,7 +203,7 @@ def bench(demo_path):
     """A bench of everything, tiny, and its report."""
     request = Request(
         threads=(1, 2), arms=(Arm("direct", 6), Arm("mmap"), Arm("auto", ram=1 << 30)),
-        repeat=2, tokens=3, prompt=5, busy=True, quick=True,
+        repeat=2, tokens=3, prompt=5, busy=True, quick=True, trace=True,
     )  # fmt: skip
     bench = Bench(Container.open(demo_path), request)
     return bench, bench.run()

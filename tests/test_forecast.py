@@ -28,7 +28,7 @@ from colibri.knobs import Settings
 from colibri.layout import Formats
 from colibri.locality import RANDOM, TEXT, Locality, lru, of_trace
 from colibri.memory import RESERVE
-from colibri.probe import ASSUMED_LATENCY, MANY, Speeds
+from colibri.probe import ASSUMED_LATENCY, MANY, STEP_AT, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
 
@@ -125,7 +125,7 @@ def test_a_trace_replayed_by_hand(tmp_path):
     assert lru(trace, 1) == pytest.approx(2 / 6)  # the token before: both of row 3
     assert lru(trace, 2) == 1.0
     trace.save(tmp_path / "t.npz")
-    assert of_trace(tmp_path / "t.npz").hits(1, 3, 1) == pytest.approx(2 / 6)
+    assert of_trace(Trace.load(tmp_path / "t.npz"), "t").hits(1, 3, 1) == pytest.approx(2 / 6)
 
 
 # ---- seconds ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_small_steps(glm):
     speeds = Speeds(1, memory=1e18, disk=1e18, layer_seconds=1e-3)
     parts = Forecaster(glm, speeds).step(1.0, 0)
     assert parts.other == pytest.approx(0.078) and parts.limit == "small steps"
-    free = Forecaster(glm, replace(speeds, layer_seconds=0.0)).step(1.0, 32).seconds
+    free = Forecaster(glm, replace(speeds, layer_seconds=0.0)).step(1.0, STEP_AT).seconds
     assert calibrated(speeds, glm, free + 78 * 5e-4).layer_seconds == pytest.approx(5e-4)
     assert calibrated(speeds, glm, 0.0).layer_seconds == 0.0
 

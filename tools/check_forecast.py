@@ -4,8 +4,8 @@ python tools/check_forecast.py MODEL --ram 3,4,6,9 [--repeat 3] [--tokens 48] [-
 python tools/check_forecast.py --reported
 
 The first streams MODEL within each amount of memory, in rounds, as `colibri bench` does, and fails
-when the median of measurements is more than 20% from its forecasts. Bench ids are random, so the
-forecast takes every expert for as likely as another. The second needs no machine: published figures
+when the median of measurements is more than 20% from its forecasts. Hit rates come from a trace of
+the same ids, as from `colibri plan --trace`. The second needs no machine: published figures
 of GLM-5.2 in another engine, in that engine's formats, with what their reports do not say assumed.
 """
 
@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colibri import demo, probe
+from colibri import probe
 from colibri.bench import Arm, Bench, Request
 from colibri.container import Container
 from colibri.errors import ColibriError
-from colibri.forecast import Forecaster, calibrated, kinds_of
+from colibri.forecast import Forecaster, look
 from colibri.formats import Format
 from colibri.knobs import BY_NAME
 from colibri.layout import Formats
-from colibri.locality import RANDOM, TEXT
+from colibri.locality import TEXT, Locality, of_trace
 from colibri.memory import gigabytes, physical_cores
 from colibri.probe import Speeds
 from colibri.shapes import Shape, of_config, of_container, published
@@ -39,41 +39,43 @@ GIB, GB = 1 << 30, 1e9
 # ---- measured here ------------------------------------------------------------------------------
 
 
-def speeds_of(container: Container, shape: Shape, threads: int) -> Speeds:
-    """What `colibri plan` would measure."""
-    small_container = Container.open(demo.MODEL)
-    small = of_container(small_container, mtp=False)
-    disk = probe.disk_of(container, shape.expert.total)
-    kinds = kinds_of(shape, small)
-    speeds = probe.measure(threads, kinds, disk.rate, "measured", shape.files)
-    cached = probe.measure(threads, kinds_of(small), disk.rate, "measured", small.files)
-    seconds = probe.step_seconds(small_container, threads)
-    layer = calibrated(cached, small, seconds).layer_seconds
-    return replace(speeds, layer_seconds=layer, latency=disk.latency)
-
-
 def compare(container: Container, budgets: list[int], options: argparse.Namespace) -> dict:
     """Forecast and measurement of every budget, in rounds; each forecast rests on a look at the
     machine just before its measurement, as the speed of a shared one changes."""
-    shape = of_container(container, mtp=False)
+    request = Request(
+        threads=(options.threads or physical_cores(),), sections=("stream",),
+        repeat=options.runs, tokens=options.tokens,
+    )  # fmt: skip
+    shape, where = of_container(container, mtp=False), recorded(container, request)
     rounds = [
-        _once(container, shape, size, options) for _ in range(options.repeat) for size in budgets
+        _once(container, request, Arm(options.io, ram=size), shape, where)
+        for _ in range(options.repeat)
+        for size in budgets
     ]
     rows = [_row([r for r in rounds if r["forecast"]["budget"] == size]) for size in budgets]
     return {"rows": rows, "rounds": rounds}
 
 
-def _once(container: Container, shape: Shape, size: int, options: argparse.Namespace) -> dict:
-    threads = options.threads or physical_cores()
-    speeds = speeds_of(container, shape, threads)
-    context, position = 2 * options.tokens + SETTLE, 3 * options.tokens // 2
-    forecast = Forecaster(shape, speeds, RANDOM).forecast(size, position, context, options.io)
-    request = Request(
-        threads=(threads,), sections=("stream",), arms=(Arm(options.io, ram=size),), repeat=1,
-        tokens=options.tokens,
-    )  # fmt: skip
-    found = Bench(container, request, lambda text: print(text, file=sys.stderr)).run()
-    (figure,) = found["figures"]
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def recorded(container: Container, request: Request) -> Locality:
+    """Which experts the bench's ids ask for, from a run of them with everything in memory."""
+    arm = Arm("buffered", slots=container.config.n_routed_experts, pilot="off")
+    bench = Bench(container, replace(request, arms=(arm,), repeat=1, trace=True), _say)
+    bench.run()
+    return of_trace(bench.trace, "the bench's ids")
+
+
+def _once(
+    container: Container, request: Request, arm: Arm, shape: Shape, where: Locality
+) -> dict[str, Any]:
+    (threads,) = request.threads
+    speeds = look(shape, threads, probe.disk_of(container, shape.expert.total), "measured")
+    context, position = 2 * request.tokens + SETTLE, 3 * request.tokens // 2
+    forecast = Forecaster(shape, speeds, where).forecast(arm.ram, position, context, arm.io)
+    (figure,) = Bench(container, replace(request, arms=(arm,)), _say).run()["figures"]
     return {"machine": speeds.as_dict(), "forecast": forecast.as_dict(), "figure": figure}
 
 
@@ -106,8 +108,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         slots = "all" if row["slots"] is None else row["slots"]
         yield (
-            f"| {gigabytes(row['budget'])} | {slots} | {row['forecast_read_bytes'] / 1e6:,.0f} MB, "
-            f"{row['read_bytes'] / 1e6:,.0f} MB | {row['forecast']:.3g}, {row['measured']:.3g} "
+            f"| {gigabytes(row['budget'])} | {slots} | {row['forecast_read_bytes'] / 1e6:,.3g} MB, "
+            f"{row['read_bytes'] / 1e6:,.3g} MB | {row['forecast']:.3g}, {row['measured']:.3g} "
             f"({row['least']:.3g} to {row['most']:.3g}) | {row['ratio']:.2f} | {row['limit']} |"
         )
 
@@ -172,7 +174,8 @@ def main() -> int:
     parser.add_argument("--ram", help="amounts of memory, with commas between them")
     parser.add_argument("--io", default="auto", choices=("auto", "mmap", "buffered", "direct"))
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="rounds, each with a new forecast")
+    parser.add_argument("--runs", type=int, default=1, help="measurements a forecast is held to")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--json", type=Path, help="keep every measurement")
     parser.add_argument("--reported", action="store_true")
