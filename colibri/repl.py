@@ -191,7 +191,7 @@ class Repl:
         if not self._last or not self._last.receipt:
             raise UsageError("there was no turn yet")
         show = stats.full if argument == "full" else stats.table
-        self.terminal.note(show(self._last.receipt))
+        self.terminal.note(show(self._last.receipt, self.terminal.note_width))
 
     def _do_save(self, argument: str) -> None:
         words = argument.split() or ([self.saved.name] if self.saved else [])

@@ -136,7 +136,7 @@ def _print_receipt(terminal: Terminal, settings: Settings, turn: Turn, as_json: 
     if as_json and "stats" not in settings.given:
         return
     assert turn.receipt is not None
-    terminal.note(_RECEIPTS[settings.stats](turn.receipt))
+    terminal.note(_RECEIPTS[settings.stats](turn.receipt, terminal.note_width))
 
 
 def show_info(settings: Settings, as_json: bool) -> int:

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,8 +94,8 @@ def peak_bytes() -> int:
 # ---- as people read it --------------------------------------------------------------------------
 
 
-def line(receipt: Receipt) -> str:
-    """The receipt in one line."""
+def line(receipt: Receipt, width: int | None = None) -> str:
+    """The receipt in one line; in several of less than `width` columns, as in all of these."""
     proposed, accepted = receipt.drafts
     parts = [
         f"prompt {plural(receipt.prompt_tokens, 'token')}{_per_second(receipt.prompt_rate)}",
@@ -106,36 +107,71 @@ def line(receipt: Receipt) -> str:
     parts.append(_finish(receipt))
     if not receipt.sampling.greedy:
         parts.append(f"seed {receipt.seed}")
-    return ", ".join(parts)
+    return _folded(", ".join(parts), width)
 
 
-def table(receipt: Receipt) -> str:
+def table(receipt: Receipt, width: int | None = None) -> str:
     """The receipt in lines of "name  value"."""
-    return "\n".join(f"{name:<10} {value}" for name, value in _rows(receipt))
+    rows = _rows(receipt)
+    return "\n".join(_folded(f"{name:<10} {value}", width, 11) for name, value in rows)
 
 
-def full(receipt: Receipt) -> str:
+def full(receipt: Receipt, width: int | None = None) -> str:
     """The table, then the ledger: what each part of the steps cost, and what drafting gave."""
     ledger = receipt.ledger
-    lines = ["", *_segments(ledger)]
+    lines = []
     if ledger.offered:
         pairs = zip(ledger.accepted, ledger.offered, strict=True)
         lines += ["", "kept by position: " + ", ".join(f"{kept} of {of}" for kept, of in pairs)]
     balance = ledger.balance()
-    return "\n".join([table(receipt), *lines, *(balance.lines() if balance else [])])
+    lines += balance.lines() if balance else []
+    words = [_folded(text, width, 2) for text in lines]
+    return "\n".join([table(receipt, width), "", *_segments(ledger, width), *words])
 
 
-def _segments(ledger: Ledger) -> list[str]:
-    """A line per segment and their sum; loaded are the experts read, MB are 10^6 bytes."""
-    heads = ["", "passes", "rows", "tokens", "     ms", "experts", "expert MB", "loaded",
+def _folded(text: str, width: int | None, indent: int = 0) -> str:
+    """In lines of less than `width` columns, whole words in each; None: as it is."""
+    if width is None or len(text) < width:
+        return text
+    return textwrap.fill(
+        text, width - 1, subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _segments(ledger: Ledger, width: int | None) -> list[str]:
+    """A line per segment and their sum; loaded are the experts read, MB are 10^6 bytes.
+
+    Where that is too wide, a line per figure, with as many segments beside each other as fit.
+    """
+    heads = ["passes", "rows", "tokens", "     ms", "experts", "expert MB", "loaded",
              "read MB", "dense MB", "head MB", "index scores"]  # fmt: skip
-    rows = [(name, _figures(segment)) for name, segment in ledger.segments.items()]
-    rows.append(("together", [sum(column) for column in zip(*(f for _, f in rows), strict=True)]))
-    lines = [f"{heads[0]:<8}" + "".join(f"{head:>{len(head) + 2}}" for head in heads[1:])]
-    for name, figures in rows:
-        cells = zip(heads[1:], figures, strict=True)
-        lines.append(f"{name:<8}" + "".join(f"{_cell(v):>{len(h) + 2}}" for h, v in cells))
-    return [line.rstrip() for line in lines]
+    found = {name: _figures(segment) for name, segment in ledger.segments.items()}
+    found["together"] = [sum(column) for column in zip(*found.values(), strict=True)]
+    cells = {name: [_cell(value) for value in figures] for name, figures in found.items()}
+    lines = ["".join([" " * 8, *(f"{head:>{len(head) + 2}}" for head in heads)])]
+    for name, row in cells.items():
+        pairs = zip(heads, row, strict=True)
+        lines.append(f"{name:<8}" + "".join(f"{cell:>{len(head) + 2}}" for head, cell in pairs))
+    if width is None or max(map(len, lines)) < width:
+        return lines
+    return _upright([head.strip() for head in heads], cells, width)
+
+
+def _upright(heads: list[str], cells: dict[str, list[str]], width: int) -> list[str]:
+    """Columns of `cells` beside their heads, in as many blocks as it takes."""
+    label = max(map(len, heads))
+    lines: list[str] = []
+    block: list[str] = []
+    for name, texts in cells.items():
+        column = 2 + max(map(len, (name, *texts)))
+        if block and len(block[0]) + column >= width:
+            lines += [*block, ""]
+            block = []
+        block = block or [f"{head:<{label}}" for head in ("", *heads)]
+        pairs = zip(block, (name, *texts), strict=True)
+        block = [f"{line}{text:>{column}}" for line, text in pairs]
+    return lines + block
 
 
 def _figures(segment: Segment) -> list[float]:

@@ -58,6 +58,11 @@ class Terminal:
         """Columns: COLUMNS, else the terminal's, at least 20."""
         return max(20, self.screen.columns or shutil.get_terminal_size().columns)
 
+    @property
+    def note_width(self) -> int | None:
+        """The width that notes may take; None where nobody watches them."""
+        return self.width if is_terminal(self.err) else None
+
     def _reasoning_place(self) -> tuple[TextIO, str, str] | None:
         """Reasoning is for people, dimmed: where one watches, nowhere else."""
         stream = self.out if self.watched else self.err

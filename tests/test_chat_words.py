@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 
 import pytest
 
-from colibri import commands
+from colibri import commands, stats
 from colibri.errors import UsageError
 from colibri.ledger import Ledger
 from colibri.lines import PipedLines, clean, continued, goes_on, joined
@@ -155,6 +156,29 @@ def test_status_fits(width, empty):
     nothing = {"answer_tokens": 0, "first_token_seconds": None, "finish_reason": "interrupted"}
     text = status(receipt(**nothing if empty else {}), width)
     assert all(0 < len(line) < width for line in text.splitlines())
+
+
+# ---- the receipt ------------------------------------------------------------------------------
+
+
+def figures(text: str) -> list[str]:
+    """Every number of a text, sorted."""
+    return sorted(re.findall(r"\d[\d.]*", text))
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 100, 120])
+@pytest.mark.parametrize("show", [stats.line, stats.table, stats.full])
+def test_receipts_fit(width, show):
+    """No line is too long for a terminal, no word is cut, no figure lost; a pipe gets it plain."""
+    names = ("forwards", "rows", "expert_uses", "expert_loads", "expert_bytes", "read_bytes",
+             "read_wait_ns", "pilot_reads", "pilot_useful")  # fmt: skip
+    counters = dict.fromkeys(names, 1234567890)
+    turn = receipt(answer_counters=counters, prompt_counters=counters)
+    turn.ledger.judged(3, 3, 2)
+    text, plain = show(turn, width), show(turn)
+    assert all(len(line) < width for line in text.splitlines())
+    assert set(text.split()) == set(plain.split()) and figures(text) == figures(plain)
+    assert show(turn, 1000) == plain
 
 
 def test_fast_answers_are_written_out():
