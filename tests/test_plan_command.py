@@ -164,7 +164,7 @@ def test_forecasts_are_checked_against_the_engine(demo_container, still):
     """tools/check_forecast.py runs what it forecasts: the same budget gives the engine and the
     forecast the same slots, but for one, whatever the clock says."""
     check = tool("check_forecast")
-    options = argparse.Namespace(threads=1, io="buffered", repeat=1, tokens=4)
+    options = argparse.Namespace(threads=1, io="buffered", repeat=1, runs=1, tokens=4)
     rows = check.compare(demo_container, [101 << 20, 103 << 20], options)["rows"]
     assert all(abs(row["slots"] - row["forecast_slots"]) <= 1 for row in rows)
     assert 0 < rows[0]["slots"] < rows[1]["slots"] and all(row["ratio"] > 0 for row in rows)
