@@ -134,6 +134,25 @@ def test_wrong_usage(command, source, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/nonexist", "/nonexist: there is no such directory; give one with config.json and "
+                      "*.safetensors, or hf://owner/name"),
+        ("some/model", "or hf://some/model to fetch"),
+        ("./some/model", "or hf://owner/name to fetch"),
+        (__file__, "is a file; give the directory that it lies in"),
+        (str(Path(__file__).parent), "holds no config.json; give the directory that has"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [("convert",), ("repack", "--to", "public")])
+def test_no_such_source(command, tmp_path, source, message, more):
+    """A source that is not there is told as what was looked for, with the way to name a hub's."""
+    done = command(*more, source, str(tmp_path / "out"))
+    assert done.status != Exit.OK and message in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_durations():
     """Times to go are shown in the unit that fits."""
     shown = [convert_cli._duration(s) for s in (0.4, 59, 60, 3599, 3600, 90061)]

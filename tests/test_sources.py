@@ -214,5 +214,5 @@ def test_sources_that_are_none(tmp_path):
     (tmp_path / "empty" / "config.json").write_text(json.dumps(shardkit.SMALL))
     with pytest.raises(ContainerError, match=r"no \*\.safetensors file"):
         convert_directory(tmp_path / "empty", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with pytest.raises(UsageError, match="there is no such directory"):
         convert_directory(tmp_path / "nowhere", tmp_path / "out")

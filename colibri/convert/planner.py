@@ -49,6 +49,8 @@ def make_plan(request: Request) -> Plan:
     hub = _open_hub(request, old)
     if old is not None:
         _require_origin(request, hub, old)
+    if hub is None and old is None:
+        _require_directory(request.source)
     if hub is None and target.resolve() == Path(request.source).resolve():
         raise UsageError(f"{target}: source and target are one directory")
     sides = _read_sides(request, hub)
@@ -57,7 +59,10 @@ def make_plan(request: Request) -> Plan:
         manifest, config = old, old.config
         sides = sides | {side_files.CONFIG: old.config.encode()}
     elif side_files.CONFIG not in sides:
-        raise ConfigError(f"{request.source}: holds no config.json; give the model's directory")
+        raise ConfigError(
+            f"{request.source}: holds no config.json; give the directory that has "
+            "the model's config.json and *.safetensors"
+        )
     else:
         manifest = _new_manifest(request, hub, config)
     source = _open_source(request, manifest, sides)
@@ -95,6 +100,20 @@ def _open_hub(request: Request, old: Manifest | None) -> Hub | None:
     if not request.source.startswith(PREFIX):
         return None
     return Hub(request.source, old.origin.get("commit") if old else None)
+
+
+def _require_directory(source: str) -> None:
+    """UsageError when there is no such directory: what was looked for, and how a hub is named."""
+    if Path(source).is_dir():
+        return
+    if Path(source).exists():
+        raise UsageError(f"{source}: is a file; give the directory that it lies in")
+    name = source.strip("/")
+    example = name if name.count("/") == 1 and not source.startswith(("/", ".")) else "owner/name"
+    raise UsageError(
+        f"{source}: there is no such directory; give one with config.json and *.safetensors, or "
+        f"{PREFIX}{example} to fetch a checkpoint from a hub"
+    )
 
 
 def _read_sides(request: Request, hub: Hub | None) -> side_files.Sides:
