@@ -12,6 +12,7 @@ import heapq
 import json
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ PROTECTED = 0.8  # share of the slots that slru keeps for experts that were hit
 # ---- policies ---------------------------------------------------------------------------------
 
 
-class Policy:
+class Policy(ABC):
     """Which expert leaves. The driver calls, for each step: `seen` or `admit` (after `evict`, when
     full) per look-up, then per row `used` if it was kept, else `unused` for what came for it.
 
@@ -41,28 +42,30 @@ class Policy:
     def __init__(self, slots: int) -> None:
         self.slots = slots
 
+    @abstractmethod
     def __contains__(self, key: int) -> bool:
-        raise NotImplementedError
+        """Whether the expert has a slot."""
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Slots that are taken."""
 
+    @abstractmethod
     def admit(self, key: int, step: int, due: int) -> None:
         """The expert takes a slot."""
-        raise NotImplementedError
 
-    def seen(self, key: int, due: int) -> None:
+    def seen(self, key: int, due: int) -> None:  # noqa: B027
         """The expert was found in a slot."""
 
-    def used(self, key: int, step: int, hit: bool) -> None:
+    def used(self, key: int, step: int, hit: bool) -> None:  # noqa: B027
         """A row that was kept used it; `hit`: it was there before the step."""
 
-    def unused(self, key: int) -> None:
+    def unused(self, key: int) -> None:  # noqa: B027
         """It was read in this step for rows that were all rejected."""
 
+    @abstractmethod
     def evict(self, pinned: Collection[int]) -> bool:
         """Free a slot of an expert that is not pinned; False when there is none."""
-        raise NotImplementedError
 
 
 def _oldest(order: "OrderedDict[int, None]", pinned: Collection[int]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def usage(reply: Reply, receipt: Receipt) -> dict[str, Any]:
     }
 
 
-class Shape:
+class Shape(ABC):
     """What chat and plain completions have in common."""
 
     prefix = whole_object = chunk_object = ""
@@ -74,14 +75,17 @@ class Shape:
         chunk = {**self._head, "choices": [choice]}
         return chunk | {"usage": None} if self._with_usage else chunk
 
+    @abstractmethod
     def _choice(self, whole: Whole) -> dict[str, Any]:
-        raise NotImplementedError
+        """The answer's choice, but for its index and finish_reason."""
 
+    @abstractmethod
     def _parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """The choices that a step's delta makes, in order."""
 
+    @abstractmethod
     def _end(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The choice of the last chunk."""
 
 
 class ChatShape(Shape):
