@@ -2,7 +2,6 @@
 
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from colibri.amounts import plural
+from colibri.checksum import crc32
 from colibri.errors import ContainerError
 from colibri.layout import RECORD_ALIGN, TensorSpec
 from colibri.state import PARTIAL, sync_directory
@@ -116,7 +116,7 @@ class ShardWriter:
         if self._sums[spec.name][piece] is not None:
             raise ContainerError(f"{self.path}: {spec.name}: piece {piece} was written before")
         self._write_at(offset, view)
-        self._sums[spec.name][piece] = zlib.crc32(view)
+        self._sums[spec.name][piece] = crc32(view)
 
     def __exit__(
         self,

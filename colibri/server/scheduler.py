@@ -147,7 +147,7 @@ class Scheduler:
         """Queue a job; Refusal 429 when too many wait, 503 when the server is going down."""
         with self._changed:
             if self._closing:
-                raise Refusal("the server is shutting down.", status=503, code="shutting_down")
+                raise _shutting_down()
             most = self.engine.conversations + self._limit
             if len(self._active) + len(self._queue) >= most:
                 raise Refusal(
@@ -176,7 +176,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Refuse what comes, end what runs or waits; returns at once."""
-        error = Refusal("the server is shutting down.", status=503, code="shutting_down")
+        error = _shutting_down()
         with self._changed:
             self._closing = True
             while len(self._queue):
@@ -256,9 +256,7 @@ class Scheduler:
     def _outcome(self, job: Job) -> Outcome:
         assert job.turn is not None
         if job.turn.finish_reason == "interrupted":
-            closing = None if job.cancelled else Refusal(
-                "the server is shutting down.", status=503, code="shutting_down"
-            )  # fmt: skip
+            closing = None if job.cancelled else _shutting_down()
             return Outcome(Delta(), receipt=job.turn.receipt, error=closing, gone=job.cancelled)
         delta, reason = job.reply.finish(job.turn.finish_reason)
         return Outcome(delta, reason, job.turn.receipt)
@@ -282,3 +280,7 @@ def _told(listener: Callable[..., None], *arguments: Any) -> None:
         listener(*arguments)
     except Exception:
         traceback.print_exc()
+
+
+def _shutting_down() -> Refusal:
+    return Refusal("the server is shutting down.", status=503, code="shutting_down")
