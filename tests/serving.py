@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 
+from colibri import turn as turns
 from colibri.engine import Engine, Slot
 from colibri.knobs import Settings
 from colibri.serve_cli import bind
@@ -198,3 +200,18 @@ def offline(
     params = replace(engine.sampling, **{"temperature": 0, **sampling})
     turn = engine.answer(engine.chat(messages), slot or engine.new_slot(), params, max_tokens)
     return "".join(piece.text for piece in turn)
+
+
+@contextmanager
+def scripted(monkeypatch: pytest.MonkeyPatch, running: Serving, text: str) -> Iterator[None]:
+    """Let the model write this, tags as tokens where there are such, in blocks of three."""
+    ids = running.engine.tokenizer.encode_template(text)
+
+    def script(*_: object, **__: object):
+        for at in range(0, len(ids), 3):
+            yield ids[at : at + 3]
+        return "stop"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "spec_decode", script)
+        yield

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import STORY, Serving, copy_model, offline, open_engine, serving
+from serving import STORY, Serving, copy_model, offline, open_engine, scripted, serving
 
 from colibri import turn as turns
 from colibri.server import tools
@@ -60,21 +59,6 @@ def client(agent) -> openai.OpenAI:
 def said(part: Any) -> str:
     """Reasoning and content of a message or a delta."""
     return (getattr(part, "reasoning_content", None) or "") + (part.content or "")
-
-
-@contextmanager
-def scripted(monkeypatch: pytest.MonkeyPatch, serving: Serving, text: str) -> Iterator[None]:
-    """Let the model write this, tags as tokens where there are such, in blocks of three."""
-    ids = serving.engine.tokenizer.encode_template(text)
-
-    def script(session, logits, *_: object, **__: object):
-        for at in range(0, len(ids), 3):
-            yield ids[at : at + 3]
-        return "stop"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(turns, "spec_decode", script)
-        yield
 
 
 def history(repeat: int) -> list[dict]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import LIMIT, STORY, Serving, offline, open_engine, serving
+from serving import LIMIT, STORY, Serving, offline, open_engine, scripted, serving
 
 from colibri import turn as turns
 
@@ -119,21 +118,6 @@ def page(driver: Any, server: Serving) -> Iterator[Page]:
     server.settle()
 
 
-@contextmanager
-def scripted(monkeypatch: pytest.MonkeyPatch, server: Serving, text: str) -> Iterator[None]:
-    """Let the model write this, its reasoning first."""
-    ids = server.engine.tokenizer.encode_template("<think>" + text)
-
-    def script(*_: object, **__: object):
-        for at in range(0, len(ids), 3):
-            yield ids[at : at + 3]
-        return "stop"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(turns, "spec_decode", script)
-        yield
-
-
 def test_send_and_reload(page, server, tmp_path):
     """A message is answered as it streams; the conversation and its figures outlive a reload."""
     page.ask(STORY[0]["content"])
@@ -185,7 +169,7 @@ def test_stop_by_keyboard(page, server, monkeypatch):
 
 def test_reasoning_code_and_safety(page, server, monkeypatch):
     """Reasoning folds away, Markdown becomes elements, and nothing written becomes markup."""
-    with scripted(monkeypatch, server, MARKDOWN):
+    with scripted(monkeypatch, server, "<think>" + MARKDOWN):
         page.ask("Show me code")
         page.wait(lambda: page.all(".block"))
         page.answers()
