@@ -11,7 +11,6 @@ import click
 
 from colibri.errors import UsageError
 from colibri.knobs import BY_NAME, Settings
-from colibri.plan import IO_MODES
 
 if TYPE_CHECKING:
     from colibri.bench import Arm, Request
@@ -56,6 +55,7 @@ class Size(click.ParamType):
             self.fail(f"{value!r}; expected {kind.expects}", param, ctx)
 
 
+IO_WORDS = BY_NAME["io"].kind.words  # auto first
 PILOT_WORDS = ("router", "off", "random", "oracle")
 SECTION_WORDS = ("machine", "decode", "prefill", "rows", "stream")
 _COUNT = click.IntRange(min=1)
@@ -78,14 +78,14 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--cached-io",
-    type=click.Choice(("mmap", "buffered", "direct")),
+    type=click.Choice(IO_WORDS[1:]),
     default="mmap",
     show_default=True,
     help="Where experts live when all are in memory.",
 )
 @click.option(
     "--io",
-    type=Items(click.Choice(IO_MODES)),
+    type=Items(click.Choice(IO_WORDS)),
     default="auto",
     show_default=True,
     help="Ways to stream experts.",
@@ -112,9 +112,7 @@ _COUNT = click.IntRange(min=1)
     help="Decode random ids, or what the model itself would say.",
 )
 @click.option("--busy", is_flag=True, help="Also decode beside a process that spins on one core.")
-@click.option(
-    "--isa", type=click.Choice(("scalar", "avx2", "avx512", "neon")), help="[default: the best]"
-)
+@click.option("--isa", type=click.Choice(BY_NAME["isa"].kind.words), help="[default: the best]")
 @click.option(
     "--seed", type=click.IntRange(min=0), metavar="N", default=1, help="Of the random ids."
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from colibri.amounts import gigabytes
 from colibri.errors import UsageError
 
-IO_MODES = ("auto", "mmap", "buffered", "direct")
 _GIB = 1 << 30
 
 

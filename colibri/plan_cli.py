@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--disk", metavar="GB/S|DIR",
     help="What the disk reads (10^9 bytes a second), or a directory on it to measure with a file "
-    "of 256 MB. [default: measured on MODEL; with --shape 3 is assumed]",
+    "of 256 MiB. [default: measured on MODEL; with --shape 3 is assumed]",
 )  # fmt: skip
 @click.option(
     "--memory", metavar="GB/S", type=click.FloatRange(min=0.1),
