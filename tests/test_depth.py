@@ -7,6 +7,7 @@ from math import sqrt
 import market
 import pytest
 from market import Machine, Text
+from toolbox import TOOLS, tool
 
 from colibri.costs import FixedCosts, Mean, MeasuredCosts
 from colibri.depth import CAP, Acceptance, Controller, Fixed, Guard, depth_policy
@@ -242,3 +243,17 @@ def test_draft_settings():
     )
     assert isinstance(near, FixedCosts) and isinstance(far, FixedCosts)
     assert near.row < far.row
+
+
+def test_the_table_knows_when_its_bars_are_met(monkeypatch):
+    """A cell of tools/bench_spec.py is met by a controller as fast as the best depth, and missed by
+    a slower one or by one text that differs."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    spec = tool("bench_spec")
+
+    def met(seconds: float, last: int) -> bool:
+        runs = {depth: spec.Run(None, [1, 2, 3], 1.0, 3) for depth in (0, 1)}
+        return spec.line("cell", [runs | {None: spec.Run(None, [1, 2, last], seconds, 3)}])[1]
+
+    assert met(1.0, 3) and met(1.01, 3)
+    assert not met(1.05, 3) and not met(1.0, 4)

@@ -120,7 +120,7 @@ def _spread(shares: list[float]) -> str:
 def _digest(texts: set[tuple[int, ...]]) -> str:
     if len(texts) > 1:
         return "DIFFER"
-    return hashlib.sha256(repr(texts.pop()).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(next(iter(texts))).encode()).hexdigest()[:8]
 
 
 def arguments() -> argparse.Namespace:
