@@ -95,6 +95,7 @@ def test_commands(talk, command):
     result = talk(SNOW, "/stats", "/stats full", "/reset", SNOW, "/help")
     assert result.status == 0 and result.out == 2 * one(command, SNOW)
     assert "forwards" in result.err and "a plain step: " in result.err
+    assert re.search("passes .* index scores\n", result.err)
     assert "/system [TEXT|off]" in result.err and "forgotten" in result.err
     again = talk(SNOW, "/retry")
     assert again.out == 2 * one(command, SNOW) and "the same answer" in again.err

@@ -245,6 +245,15 @@ def test_twenty_columns(env):
         assert person.end() == 0
 
 
+def test_receipt_on_a_narrow_terminal():
+    """At forty columns the ledger of /stats full stands upright, a figure a line."""
+    with Person(*CHAT, columns=40) as person:
+        person.say("What colour is snow?")
+        screen = person.say("/stats full")
+        assert re.search(r"^index scores( +\d+)+$", screen, re.MULTILINE)
+        assert re.search(r"^ +together$", screen, re.MULTILINE)
+
+
 def test_dumb_terminal(kept):
     """TERM=dumb sees no escape sequence, and Ctrl-C means the same."""
     arguments = (*CHAT, "--session", "trip")
