@@ -1,4 +1,4 @@
-"""Fixtures that many tests share: the demo model in the package, opened once."""
+"""Fixtures that many tests share: the demo model in the package, opened once, and tokenizers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
+from text_fixtures import write_glm_like
 
 import colibri.demo
 from colibri import cli, knobs
@@ -56,6 +57,18 @@ def demo_model(demo_models: Callable[[int], Model]) -> Model:
 def demo_tokenizer(demo_path: Path) -> Tokenizer:
     """The demo model's tokenizer."""
     return Tokenizer.load(demo_path)
+
+
+@pytest.fixture(scope="session")
+def demo(demo_tokenizer: Tokenizer) -> Tokenizer:
+    """The same, for tests of text alone."""
+    return demo_tokenizer
+
+
+@pytest.fixture(scope="session")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A small tokenizer that splits and marks up as GLM's does."""
+    return Tokenizer.load(write_glm_like(tmp_path_factory.mktemp("glm")))
 
 
 QUIET = {"COLIBRI_THREADS": "1", "COLIBRI_STATE": "off"}  # nothing is left in anybody's home

@@ -56,16 +56,6 @@ TOOL = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> Tokenizer:
-    return Tokenizer.load(fixtures.write_glm_like(tmp_path_factory.mktemp("glm")))
-
-
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.load(fixtures.demo_directory())
-
-
 def jinja(source: str) -> Template:
     return Template.from_jinja({"default": source}, "test.jinja", {})
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import text_fixtures as fixtures
 from text_fixtures import DIALOGUE, FOLLOW_UP, WEATHER, user
 
 from colibri.chat import Template
-from colibri.tokenizer import Tokenizer
 
 WEATHER_LINE = (
     '{"name": "get_weather", "description": "Wetter für eine Stadt", "parameters": '
@@ -33,11 +31,6 @@ RESULTS = "<tool_response>12:00</tool_response><tool_response>sunny</tool_respon
 SORTED = "<tool_response>sunny</tool_response><tool_response>12:00</tool_response>"
 EFFORT = "<|system|>Reasoning Effort: "
 HEAD = "<|system|>Be brief.<|user|>Weather in Zürich?<|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> Tokenizer:
-    return Tokenizer.load(fixtures.write_glm_like(tmp_path_factory.mktemp("glm")))
 
 
 def test_glm_52_text():

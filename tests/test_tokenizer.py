@@ -27,16 +27,6 @@ BAD_UTF8 = [b"\x80", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xff",
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory) -> Tokenizer:
-    return Tokenizer.load(fixtures.write_glm_like(tmp_path_factory.mktemp("glm")))
-
-
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.load(fixtures.demo_directory())
-
-
-@pytest.fixture(scope="module")
 def byte_ids(glm) -> list[int]:
     """The id of the single-byte token of every byte."""
     by_bytes = {glm.token_bytes(i): i for i in range(glm.vocab_used)}
