@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from colibri import figures, machine
+from colibri.amounts import gigabytes, plural
 from colibri.container import Container
 from colibri.context import dense_bytes, token_bytes
 from colibri.errors import UsageError
@@ -62,7 +63,7 @@ class Arm:
         if self.slots is not None and not self.io.startswith("mmap"):
             name = f"{self.io}, {self.slots} slots a layer"
         else:
-            name = self.io if self.ram is None else f"{self.io} in {self.ram / (1 << 30):.3g} GB"
+            name = self.io if self.ram is None else f"{self.io} in {gigabytes(self.ram)}"
         return name if self.pilot == "router" else f"{name}, {_PILOTS[self.pilot]}"
 
 
@@ -359,7 +360,7 @@ class Bench:
         self, kind: str, what: str, facts: dict[str, Any], limit: str | None, sample: Sample
     ) -> None:
         threads = facts["threads"]
-        name = f"{what}, {threads} thread" + ("" if threads == 1 else "s")
+        name = f"{what}, {plural(threads, 'thread')}"
         self._figures.setdefault(name, Figure(name, kind, facts, limit)).samples.append(sample)
         self._say(f"  {name}: {sample.rate:.3g} tok/s")
 

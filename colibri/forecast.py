@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from colibri import demo, probe
+from colibri.amounts import gigabytes
 from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
-from colibri.memory import RESERVE, gigabytes
+from colibri.memory import RESERVE
 from colibri.model import PILOT_SLOTS
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds

@@ -363,9 +363,9 @@ CLB_INLINE void any_tile(const tile *t, int32_t format, int spread, int outputs,
         float_tile(t, format, outputs, rows);
     else if (spread)
         spread_tile(t, format, outputs, rows);
-    else if (t->w->row_scales == 1 && t->x->blocks <= SHORT)
+    else if (format < CLB_INT3 && t->w->row_scales == 1 && t->x->blocks <= SHORT)
         short_tile(t, format, 0, outputs, rows);
-    else if (t->w->group == CLB_BLOCK && t->x->blocks <= FEW)
+    else if (format < CLB_INT3 && t->w->group == CLB_BLOCK && t->x->blocks <= FEW)
         short_tile(t, format, 1, outputs, rows);
     else
         block_tile(t, format, outputs, rows);

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import probe
+from colibri.amounts import gigabytes
 from colibri.bench import Arm, Bench, Request
 from colibri.container import Container
 from colibri.errors import ColibriError
@@ -27,7 +28,7 @@ from colibri.formats import Format
 from colibri.knobs import BY_NAME
 from colibri.layout import Formats
 from colibri.locality import TEXT, Locality, of_trace
-from colibri.memory import gigabytes, physical_cores
+from colibri.memory import physical_cores
 from colibri.probe import Speeds
 from colibri.shapes import Shape, of_config, of_container, published
 
