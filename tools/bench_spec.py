@@ -123,6 +123,16 @@ def _digest(texts: set[tuple[int, ...]]) -> str:
     return hashlib.sha256(repr(next(iter(texts))).encode()).hexdigest()[:8]
 
 
+def tokenizer_of(directory: Path) -> Tokenizer:
+    """The model's own; a bench model has none, and takes the demo's ids for words of its own."""
+    return Tokenizer.load(directory if has_words(directory) else colibri.demo.MODEL)
+
+
+def has_words(directory: Path) -> bool:
+    """Whether a model directory comes with a tokenizer."""
+    return (directory / "tokenizer.json").exists()
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -146,10 +156,10 @@ def main() -> int:
     print(f"| cell | {' | '.join(heads)} | text |\n|---|{'---:|' * len(heads)}---|")
     missed = 0
     for directory in args.models:
-        container, tokenizer = Container.open(directory), Tokenizer.load(directory)
+        container, tokenizer = Container.open(directory), tokenizer_of(directory)
         model, vocab = (
             Model.open(container, args.threads, mtp=not args.no_mtp),
-            tokenizer.vocab_used,
+            tokenizer.vocab_used if has_words(directory) else container.config.vocab_size,
         )
         for slots, kind in product(args.slots, args.kinds):
             model.set_residency("direct" if slots else "mmap", slots)
