@@ -176,7 +176,7 @@ class Forecaster:
         some = 1 - hits**used  # of the layers: those that miss any
         reading = self._reading(missed / some, shape.expert) if some else 0.0
         waiting = some * max(0.0, reading + one - computing)
-        other = layers * self.speeds.layer_seconds
+        other = rows * layers * self.speeds.layer_seconds  # norms, choices: each row its own
         parts = {
             DISK: sparse * waiting,
             bound: dense + head,

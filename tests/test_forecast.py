@@ -189,6 +189,7 @@ def test_small_steps(glm):
     speeds = Speeds(1, memory=1e18, disk=1e18, layer_seconds=1e-3)
     parts = Forecaster(glm, speeds).step(1.0, 0)
     assert parts.other == pytest.approx(0.078) and parts.limit == "small steps"
+    assert Forecaster(glm, speeds).step(1.0, 0, rows=2).other == pytest.approx(0.156)
     free = Forecaster(glm, replace(speeds, layer_seconds=0.0)).step(1.0, STEP_AT).seconds
     assert calibrated(speeds, glm, free + 78 * 5e-4).layer_seconds == pytest.approx(5e-4)
     assert calibrated(speeds, glm, 0.0).layer_seconds == 0.0
