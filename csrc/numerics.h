@@ -440,11 +440,15 @@ static inline void dequantize_floats(const clb_matrix *w, const uint8_t *data, f
     }
 }
 
+static inline float stored_scale(const uint8_t *p, int32_t format) {
+    return format == CLB_F16 ? CLB_F16_ONE(clb_load_u16(p)) : clb_load_f32(p);
+}
+
 static inline void dequantize_groups(const clb_matrix *w, int64_t row, float *out) {
     const int64_t size = w->scale_format == CLB_F16 ? 2 : 4, group = w->group ? w->group : w->cols;
     const uint8_t *scale = w->scales + row * w->row_scales * size;
     for (int64_t i = 0; i < w->cols; i += group, scale += size) {
-        float factor = size == 2 ? CLB_F16_ONE(clb_load_u16(scale)) : clb_load_f32(scale);
+        float factor = stored_scale(scale, w->scale_format);
         int64_t end = i + group < w->cols ? i + group : w->cols;
         dequantize_run(w->format, w->data + row * w->row_bytes, i, end, factor, out);
     }

@@ -173,11 +173,6 @@ CLB_INLINE void spread_tile(const tile *t, int32_t format, int outputs, int rows
 
 /* ---- quantised weights, one scale a block -------------------------------------------------- */
 
-static inline float one_scale(const clb_matrix *w, int64_t number) {
-    return w->scale_format == CLB_F16 ? CLB_F16_ONE(clb_load_u16(w->scales + 2 * number))
-                                      : clb_load_f32(w->scales + 4 * number);
-}
-
 /* out[k] = of * x[k]: a weight scale that covers several blocks. Whole lanes are read and written:
    past n come other blocks' scales or the activations' padding, overwritten or never used. */
 CLB_INLINE void same_scale(float of, const float *x, int64_t n, float *out) {
@@ -205,7 +200,7 @@ CLB_INLINE void block_scales(const tile *t, int i, int64_t b, int64_t n, int row
     }
     p += k * size; /* not 0 only when a block is a scale */
     for (int64_t count; k < n; k += count, left = per, p += size) {
-        float of = half ? CLB_F16_ONE(clb_load_u16(p)) : clb_load_f32(p);
+        float of = stored_scale(p, w->scale_format);
         count = left < n - k ? left : n - k;
         CLB_UNROLL
         for (int j = 0; j < rows; j++)
@@ -287,6 +282,7 @@ CLB_INLINE void block_tile(const tile *t, int32_t format, int outputs, int rows)
 CLB_INLINE void short_tile(const tile *t, int32_t format, int each, int outputs, int rows) {
     const clb_matrix *w = t->w;
     const int64_t whole = w->row_bytes / clb_block_bytes(format), count = each ? w->row_scales : 1;
+    const int64_t size = w->scale_format == CLB_F16 ? 2 : 4;
     float of[SIDE][FEW];
     scales scale = {NULL, of};
     lanes acc[SIDE * SIDE];
@@ -294,9 +290,11 @@ CLB_INLINE void short_tile(const tile *t, int32_t format, int each, int outputs,
     for (int n = 0; n < outputs * rows; n++)
         acc[n] = lanes_zero();
     CLB_UNROLL
-    for (int i = 0; i < outputs; i++)
+    for (int i = 0; i < outputs; i++) {
+        const uint8_t *p = w->scales + (t->o + i * t->apart) * w->row_scales * size;
         for (int64_t k = 0; k < count; k++)
-            of[i][k] = one_scale(w, (t->o + i * t->apart) * w->row_scales + k);
+            of[i][k] = stored_scale(p + k * size, w->scale_format);
+    }
     block_steps(t, w->data + t->o * w->row_bytes, t->apart * w->row_bytes, 0, whole, format,
                 outputs, rows, &scale, each, acc);
     if (whole < t->x->blocks) {
