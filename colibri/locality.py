@@ -1,4 +1,4 @@
-"""How often an expert is still in memory: what is known of texts, of random ids, or of a trace."""
+"""How often an expert is still in memory: what is known of texts, or a trace tells."""
 
 import math
 from collections import OrderedDict
@@ -50,7 +50,6 @@ class Locality:
 
 
 TEXT = Locality()
-RANDOM = Locality("random ids, every expert as likely as another", None)
 
 
 def of_trace(trace: "Trace", name: str) -> Locality:

@@ -97,7 +97,7 @@ class _Turn:
             self.depth.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.session.freed:
+        if self.session.freed:  # at exit the collector may get to it before this loop
             return
         if self.drafter and (kind is None or issubclass(kind, (Cancelled, GeneratorExit))):
             self.drafter.finish(self.ledger)
