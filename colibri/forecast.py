@@ -285,7 +285,8 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) ->
     floats += (pairs + n * bool(config.n_shared_experts)) * hidden
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
-    return context * shape.token_bytes + 4 * floats + 4 * quantised
+    quantised *= 2  # in two orders; beside 64 inputs two floats
+    return context * shape.token_bytes + 4 * floats + quantised * 9 // 8
 
 
 def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:

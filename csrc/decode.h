@@ -66,9 +66,14 @@ static inline float clb_scale_of_input(const clb_matrix *w, int64_t row, int64_t
     return clb_scale_at(w, row, group < w->row_scales ? group : w->row_scales - 1);
 }
 
-/* First of the four inputs of a block that one lane owns. */
-static inline int64_t clb_lane_input(int32_t format, int lane) {
-    return format != CLB_INT4 ? 4 * lane : lane < 8 ? 8 * lane : 8 * (lane - 8) + 1;
+/* Whether each scale covers whole blocks. */
+static inline int clb_whole_blocks(const clb_matrix *w) {
+    return w->row_scales == 1 || w->group % CLB_BLOCK == 0;
+}
+
+/* The scale of a whole block. */
+static inline float clb_scale_of_block(const clb_matrix *w, int64_t row, int64_t block) {
+    return clb_scale_at(w, row, w->row_scales > 1 ? block / (w->group / CLB_BLOCK) : 0);
 }
 
 /* Payload bytes of one block of 64 inputs; 0 for a float format. */

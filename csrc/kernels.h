@@ -2,10 +2,16 @@
    instruction set. kernels_scalar.c is the definition; every other table gives the same bits. */
 #ifndef CLB_KERNELS_H
 #define CLB_KERNELS_H
+#include <stddef.h>
 #include <stdint.h>
 #include "colibri.h"
 
-enum { CLB_LANES = 16, CLB_BLOCK = 64 };
+enum {
+    CLB_LANES = 16,
+    CLB_EIGHT = 8,  /* lanes of a quantised output: each owns eight inputs of a block */
+    CLB_BLOCK = 64, /* inputs under one activation scale */
+    CLB_RUN = 32,   /* blocks of int4 whose offsets are taken off together */
+};
 
 typedef struct clb_matrix { /* a matrix in memory, any alignment */
     int32_t format, scale_format;
@@ -17,25 +23,28 @@ typedef struct clb_matrix { /* a matrix in memory, any alignment */
     const uint8_t *scales; /* [rows][row_scales] of scale_format */
 } clb_matrix;
 
-typedef struct clb_cell { /* one block of activations as integers, two cache lines */
-    int8_t q[CLB_BLOCK];      /* zero padded; order by format, see clb_order */
-    int32_t start[CLB_LANES]; /* -offset * (sum of the lane's four q) */
-} clb_cell;
-
 typedef struct clb_acts { /* S rows of activations, in the form a format's kernel wants */
-    int64_t rows, cols, blocks; /* blocks = ceil(cols / 64) */
-    const float *x;             /* [rows][x_stride]: float formats read this */
+    int64_t rows, cols;
+    int64_t blocks, padded; /* ceil(cols / 64); the same, up to a multiple of eight */
+    const float *x;         /* [rows][x_stride]: float formats read this */
     int64_t x_stride;
-    clb_cell *cells; /* [rows][blocks] */
-    float *scale;    /* [rows][blocks], and CLB_LANES more that may be read but not used */
+    int8_t *q;    /* [rows][blocks][64], zero padded; order by format, see clb_order */
+    float *scale; /* [rows][padded] */
+    float *less;  /* [rows][padded]: -8 * the sum of a block's q, which nibbles have too much */
 } clb_acts;
 
-/* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4 (offset 8).
-   CLB_NATURAL: 0..63, for int8 (offset 128) and for int3 and int2, which run as int8. */
+/* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4.
+   CLB_NATURAL: 0..63, for int8, and for int3 and int2, which run as int8. */
 typedef enum { CLB_NATURAL, CLB_EVEN_ODD } clb_order;
 
 static inline clb_order clb_order_of(int32_t format) {
     return format == CLB_INT4 ? CLB_EVEN_ODD : CLB_NATURAL;
+}
+
+static inline clb_acts clb_acts_of(const float *x, int64_t x_stride, int64_t rows, int64_t cols) {
+    int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK;
+    int64_t padded = (blocks + CLB_EIGHT - 1) / CLB_EIGHT * CLB_EIGHT;
+    return (clb_acts){rows, cols, blocks, padded, x, x_stride, NULL, NULL, NULL};
 }
 
 /* Output rows [first, last) for every row of x: y[r * y_stride + o]. Each output is a function of
@@ -46,7 +55,8 @@ typedef void clb_linear_fn(const clb_matrix *w, const clb_acts *x, int64_t first
 typedef struct clb_kernels {
     const char *isa;
     clb_linear_fn *linear[CLB_FORMATS];
-    void (*quantize)(const float *x, int64_t n, int32_t format, clb_cell *cells, float *scale);
+    /* x's row as integers and their scales */
+    void (*quantize)(const clb_acts *acts, int64_t row, int32_t format);
     /* rows [first, first + count) as floats: [count][cols] */
     void (*dequantize)(const clb_matrix *w, int64_t first, int64_t count, float *out);
     float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */

@@ -15,8 +15,8 @@
 #endif
 
 #define CLB_LANES_NATIVE
-typedef struct { __m256 low, high; } lanes;      /* lanes 0..7, 8..15 */
-typedef struct { __m256i low, high; } packed;    /* bytes of lanes 0..7, 8..15 */
+typedef struct { __m256 low, high; } lanes; /* lanes 0..7, 8..15 */
+#include "x86.h"
 
 static inline lanes lanes_zero(void) {
     return (lanes){_mm256_setzero_ps(), _mm256_setzero_ps()};
@@ -53,41 +53,18 @@ static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed ove
 }
 
 static inline float lanes_fold(lanes a) {
-    __m256 eight = _mm256_add_ps(a.low, a.high);
-    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+    return eight_fold(_mm256_add_ps(a.low, a.high));
 }
 
-/* The same additions for four at once: halves side by side, then pairs side by side. */
 #define CLB_FOLD_FOUR
-static inline __m256 fold_quarters(__m256 a, __m256 b) {
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-
 static inline void lanes_fold_four(const lanes *a, float *out) {
-    __m256 ab = fold_quarters(_mm256_add_ps(a[0].low, a[0].high),
-                              _mm256_add_ps(a[1].low, a[1].high));
-    __m256 cd = fold_quarters(_mm256_add_ps(a[2].low, a[2].high),
-                              _mm256_add_ps(a[3].low, a[3].high));
-    __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-    __m256 one = _mm256_add_ps(_mm256_shuffle_ps(two, two, 0x88),
-                               _mm256_shuffle_ps(two, two, 0xdd)); /* a c . . b d . . */
-    _mm_storeu_ps(out, _mm_unpacklo_ps(_mm256_castps256_ps128(one),
-                                       _mm256_extractf128_ps(one, 1)));
-}
-
-/* f[lane[l]]: a block's lanes 0..7 meet at most eight groups, and so do lanes 8..15. */
-static inline lanes lanes_pick(const float *f, const int32_t *lane) {
-    __m256i low = _mm256_loadu_si256((const __m256i *)lane);
-    __m256i high = _mm256_loadu_si256((const __m256i *)(lane + 8));
-    return (lanes){_mm256_permutevar8x32_ps(_mm256_loadu_ps(f), low),
-                   _mm256_permutevar8x32_ps(_mm256_loadu_ps(f + (lane[8] & ~7)), high)};
+    const eight folded[] = {_mm256_add_ps(a[0].low, a[0].high), _mm256_add_ps(a[1].low, a[1].high),
+                            _mm256_add_ps(a[2].low, a[2].high), _mm256_add_ps(a[3].low, a[3].high)};
+    eight_fold_four(folded, out);
 }
 
 static inline lanes lanes_load_f32(const uint8_t *p) {
-    return (lanes){_mm256_castsi256_ps(_mm256_loadu_si256((const __m256i *)p)),
-                   _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i *)(p + 32)))};
+    return (lanes){eight_load_f32(p), eight_load_f32(p + 32)};
 }
 
 static inline __m256 bf16_floats(const uint8_t *p) {
@@ -100,8 +77,7 @@ static inline lanes lanes_load_bf16(const uint8_t *p) {
 }
 
 static inline lanes lanes_load_f16(const uint8_t *p) {
-    return (lanes){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
-                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
+    return (lanes){eight_load_f16(p), eight_load_f16(p + 16)};
 }
 
 #define CLB_LANES_BYTES
@@ -132,43 +108,9 @@ static inline float f16_one(uint16_t bits) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 
-/* Nibbles stay unsigned: the -8 is in the activations' start values. */
-static inline packed packed_int4(const uint8_t *p) {
-    __m256i both = _mm256_loadu_si256((const __m256i *)p), mask = _mm256_set1_epi8(15);
-    return (packed){_mm256_and_si256(both, mask),
-                    _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
-}
-
-static inline packed packed_int8(const uint8_t *p) {
-    return (packed){_mm256_loadu_si256((const __m256i *)p),
-                    _mm256_loadu_si256((const __m256i *)(p + 32))};
-}
-
-/* 15 * 127 * 2 and 128 * 127 * 2 both fit the 16-bit sums. */
-static inline __m256i nibble_dot(__m256i w, const int8_t *q, const int32_t *start) {
-    __m256i pairs = _mm256_maddubs_epi16(w, _mm256_loadu_si256((const __m256i *)q));
-    return _mm256_add_epi32(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)),
-                            _mm256_loadu_si256((const __m256i *)start));
-}
-
-static inline __m256i byte_dot(__m256i w, const int8_t *q) {
-    __m256i signed_q = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)q), w);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-
-static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
-    if (nibbles)
-        return (lanes){_mm256_cvtepi32_ps(nibble_dot(w.low, x->q, x->start)),
-                       _mm256_cvtepi32_ps(nibble_dot(w.high, x->q + 32, x->start + 8))};
-    return (lanes){_mm256_cvtepi32_ps(byte_dot(w.low, x->q)),
-                   _mm256_cvtepi32_ps(byte_dot(w.high, x->q + 32))};
-}
-
-#define TILE_WIDE 4, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 16 registers */
-
-/* Sixteen registers: a cell held for the next output would cost an accumulator its place. */
-#define CLB_READ_AGAIN __asm__ volatile("" ::: "memory")
+/* Outputs of a tile at 1, 2, 3 and 4 rows: 16 registers, of which a float lane takes two. */
+#define TILE_WIDE 4, 2, 2, 2
+#define FLOAT_WIDE 4, 2, 1, 1
 
 #include "tiles.h"
 

@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: sixteen lanes are one register, a block's products one instruction. */
+/* AVX-512 with VNNI: sixteen lanes are one register, half a block's products one instruction. */
 #include <stddef.h>
 #include <string.h>
 #include "kernels.h"
@@ -9,16 +9,17 @@
 #include <immintrin.h>
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target(                                                \
-    "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #endif
 #endif
 
 #define CLB_LANES_NATIVE
 typedef __m512 lanes;
-typedef __m512i packed; /* unsigned bytes [lane][4]; the offset is in the activations' starts */
+#define CLB_VNNI
+#include "x86.h"
 
 static inline lanes lanes_zero(void) {
     return _mm512_setzero_ps();
@@ -53,15 +54,7 @@ static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed ove
 }
 
 static inline float lanes_fold(lanes a) {
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
-}
-
-/* f[lane[l]], each lane below 16 */
-static inline lanes lanes_pick(const float *f, const int32_t *lane) {
-    return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(f));
+    return eight_fold(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)));
 }
 
 static inline lanes lanes_load_f32(const uint8_t *p) {
@@ -90,24 +83,8 @@ static inline lanes lanes_nibbles(const uint8_t *p) { /* sixteen int4, low nibbl
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(pairs));
 }
 
-/* The block twice, the second copy shifted: low nibbles are lanes 0..7, high ones 8..15. */
-static inline packed packed_int4(const uint8_t *p) {
-    const __m512i shift = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
-    __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_and_si512(_mm512_srlv_epi64(twice, shift), _mm512_set1_epi8(15));
-}
-
-static inline packed packed_int8(const uint8_t *p) {
-    return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128));
-}
-
-static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
-    (void)nibbles; /* either offset has its own start */
-    return _mm512_cvtepi32_ps(
-        _mm512_dpbusd_epi32(_mm512_loadu_si512(x->start), w, _mm512_loadu_si512(x->q)));
-}
-
-#define TILE_WIDE 4, 4, 2, 2 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
+#define TILE_WIDE 4, 4, 4, 4 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
+#define FLOAT_WIDE 4, 4, 2, 2
 
 #include "tiles.h"
 

@@ -7,34 +7,37 @@ enum { ROWS_A_CHUNK = 16 }; /* output rows: fewer are not worth handing over */
 /* ---- rows of activations -------------------------------------------------------------------- */
 
 int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t *bytes) {
-    int64_t blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK, n;
+    const clb_acts shape = clb_acts_of(NULL, 0, capacity, cols);
+    int64_t n, scales;
     memset(input, 0, sizeof *input);
-    if (!clb_mul(capacity, blocks * (int64_t)sizeof(clb_cell), &n)) return CLB_NO_MEMORY;
+    if (!clb_mul(capacity, shape.blocks * CLB_BLOCK, &n)) return CLB_NO_MEMORY;
+    if (!clb_mul(capacity, shape.padded * (int64_t)sizeof(float), &scales)) return CLB_NO_MEMORY;
     for (int i = 0; i < 2; i++) {
         clb_acts *a = &input->form[i];
-        a->cells = clb_zeroed(n);
-        a->scale = clb_zeroed((capacity * blocks + CLB_LANES) * (int64_t)sizeof *a->scale);
-        if (!a->cells || !a->scale) return CLB_NO_MEMORY;
+        a->q = clb_zeroed(n);
+        a->scale = clb_zeroed(scales);
+        a->less = clb_zeroed(scales);
+        if (!a->q || !a->scale || !a->less) return CLB_NO_MEMORY;
     }
-    *bytes += 2 * (n + (capacity * blocks + CLB_LANES) * 4);
+    *bytes += 2 * (n + 2 * scales);
     return CLB_OK;
 }
 
 void clb_input_free(clb_input *input) {
     for (int i = 0; i < 2; i++) {
-        clb_zeroed_free(input->form[i].cells);
+        clb_zeroed_free(input->form[i].q);
         clb_zeroed_free(input->form[i].scale);
+        clb_zeroed_free(input->form[i].less);
     }
 }
 
 void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t rows, int64_t cols) {
     for (int i = 0; i < 2; i++) {
-        clb_acts *a = &input->form[i];
-        a->rows = rows;
-        a->cols = cols;
-        a->blocks = (cols + CLB_BLOCK - 1) / CLB_BLOCK;
-        a->x = x;
-        a->x_stride = stride;
+        clb_acts *a = &input->form[i], set = clb_acts_of(x, stride, rows, cols);
+        set.q = a->q;
+        set.scale = a->scale;
+        set.less = a->less;
+        *a = set;
         input->ready[i] = false;
     }
 }
@@ -47,11 +50,9 @@ typedef struct quantize_job {
 
 static void quantize_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     quantize_job *job = arg;
-    clb_acts *a = job->acts;
     (void)thread;
     for (int64_t r = begin; r < end; r++)
-        job->kernels->quantize(a->x + r * a->x_stride, a->cols, job->format,
-                               a->cells + r * a->blocks, a->scale + r * a->blocks);
+        job->kernels->quantize(job->acts, r, job->format);
 }
 
 const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format) {

@@ -3,17 +3,15 @@
 
 static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts *acts,
                              clb_error *error) {
-    size_t blocks = (size_t)acts->rows * (size_t)acts->blocks;
-    acts->cells = clb_zeroed((int64_t)(blocks * sizeof *acts->cells));
-    acts->scale = clb_zeroed((int64_t)((blocks + CLB_LANES) * sizeof *acts->scale));
-    if (!acts->cells || !acts->scale)
+    const int64_t scales = acts->rows * acts->padded * (int64_t)sizeof(float);
+    acts->q = clb_zeroed(acts->rows * acts->blocks * CLB_BLOCK);
+    acts->scale = clb_zeroed(scales);
+    acts->less = clb_zeroed(scales);
+    if (!acts->q || !acts->scale || !acts->less)
         return clb_fail(error, CLB_NO_MEMORY, "no memory for %lld quantised activation rows",
                         (long long)acts->rows);
-    for (int64_t r = 0; r < acts->rows; r++) {
-        int64_t block = r * acts->blocks;
-        table->quantize(acts->x + r * acts->x_stride, acts->cols, format,
-                        acts->cells + block, acts->scale + block);
-    }
+    for (int64_t r = 0; r < acts->rows; r++)
+        table->quantize(acts, r, format);
     return CLB_OK;
 }
 
@@ -34,13 +32,13 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
                         (long long)s, (long long)w.cols);
     w.data = data;
     w.scales = scales;
-    clb_acts acts = {.rows = s, .cols = w.cols, .blocks = (w.cols + CLB_BLOCK - 1) / CLB_BLOCK,
-                     .x = x, .x_stride = w.cols};
+    clb_acts acts = clb_acts_of(x, w.cols, s, w.cols);
     if (!clb_is_float(w.format))
         code = quantize_rows(table, w.format, &acts, error);
     if (code == CLB_OK)
         table->linear[w.format](&w, &acts, 0, w.rows, y, w.rows);
-    clb_zeroed_free(acts.cells);
+    clb_zeroed_free(acts.q);
     clb_zeroed_free(acts.scale);
+    clb_zeroed_free(acts.less);
     return code;
 }

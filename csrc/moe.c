@@ -36,8 +36,9 @@ static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
     clb_acts part = *acts;
     part.rows = last - first;
     part.x += first * acts->x_stride;
-    part.cells += first * acts->blocks;
-    part.scale += first * acts->blocks;
+    part.q += first * acts->blocks * CLB_BLOCK;
+    part.scale += first * acts->padded;
+    part.less += first * acts->padded;
     return part;
 }
 
@@ -81,11 +82,12 @@ static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
 
 /* ---- rows of activations -------------------------------------------------------------------- */
 
-static void quantize_row(const clb_model *m, clb_input *input, int64_t row, int32_t format) {
-    clb_acts *a = &input->form[clb_order_of(format)];
-    if (clb_is_float(format)) return;
-    m->kernels->quantize(a->x + row * a->x_stride, a->cols, format, a->cells + row * a->blocks,
-                         a->scale + row * a->blocks);
+static void copy_quantised(const clb_acts *from, int64_t row, clb_acts *to, int64_t pair) {
+    const size_t bytes = (size_t)from->blocks * CLB_BLOCK;
+    const size_t scales = (size_t)from->padded * sizeof(float);
+    memcpy(to->q + pair * to->blocks * CLB_BLOCK, from->q + row * from->blocks * CLB_BLOCK, bytes);
+    memcpy(to->scale + pair * to->padded, from->scale + row * from->padded, scales);
+    memcpy(to->less + pair * to->padded, from->less + row * from->padded, scales);
 }
 
 /* Pair rows side by side, in the form the experts want: quantised once a row, copied a pair. */
@@ -95,31 +97,30 @@ static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
     int32_t format = job->leases[job->batch.first].gate.format;
     const clb_acts *from = &s->in_mlp.form[clb_order_of(format)];
     clb_acts *to = &s->in_pairs.form[clb_order_of(format)];
-    int64_t blocks = from->blocks;
     (void)thread;
     for (int64_t n = begin; n < end; n++) {
         int64_t i = job->active_pairs[n], r = s->pairs[job->base + i].row;
-        if (clb_is_float(format)) {
+        if (clb_is_float(format))
             memcpy(s->pair_out + i * from->cols, from->x + r * from->x_stride,
                    (size_t)from->cols * sizeof(float));
-            continue;
-        }
-        memcpy(to->cells + i * blocks, from->cells + r * blocks,
-               (size_t)blocks * sizeof *to->cells);
-        memcpy(to->scale + i * blocks, from->scale + r * blocks, (size_t)blocks * sizeof(float));
+        else
+            copy_quantised(from, r, to, i);
     }
 }
 
 static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    const clb_kernels *k = s->model->kernels;
+    int32_t format = job->leases[job->batch.first].down.format;
+    clb_acts *inner = &s->in_inner.form[clb_order_of(format)];
     int64_t width = s->model->config.moe_intermediate;
     (void)thread;
     for (int64_t n = begin; n < end; n++) {
         int64_t i = job->active_pairs[n];
         float *gate = s->gate + i * width;
-        s->model->kernels->swiglu(gate, s->up + i * width, width, gate);
-        quantize_row(s->model, &s->in_inner, i, job->leases[job->batch.first].down.format);
+        k->swiglu(gate, s->up + i * width, width, gate);
+        if (!clb_is_float(format)) k->quantize(inner, i, format);
     }
 }
 

@@ -7,7 +7,10 @@
 
 #define CLB_LANES_NATIVE
 typedef struct { float32x4_t a, b, c, d; } lanes; /* lanes 0..3, 4..7, 8..11, 12..15 */
-typedef struct { int8x16_t a, b, c, d; } packed;  /* their bytes */
+typedef struct { float32x4_t a, b; } eight;
+typedef struct { int8x16_t a, b; } half;   /* 32 bytes: four for each lane of eight */
+typedef struct { int32x4_t a, b; } sums;   /* eight int32 */
+typedef struct { half low, high; } packed; /* a block: inputs 0..31, 32..63; int4: even, odd ones */
 
 static inline lanes lanes_zero(void) {
     float32x4_t z = vdupq_n_f32(0);
@@ -55,17 +58,51 @@ static inline lanes lanes_max(lanes x, lanes most) { /* a NaN in x is passed ove
                    larger(x.d, most.d)};
 }
 
-static inline float lanes_fold(lanes x) {
-    float32x4_t v = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));
+static inline eight eight_zero(void) {
+    return (eight){vdupq_n_f32(0), vdupq_n_f32(0)};
+}
+
+static inline eight eight_load(const float *p) {
+    return (eight){vld1q_f32(p), vld1q_f32(p + 4)};
+}
+
+static inline void eight_store(float *p, eight x) {
+    vst1q_f32(p, x.a);
+    vst1q_f32(p + 4, x.b);
+}
+
+static inline eight eight_splat(const float *p) {
+    return (eight){vdupq_n_f32(*p), vdupq_n_f32(*p)};
+}
+
+static inline eight eight_mul(eight x, eight y) {
+    return (eight){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)};
+}
+
+static inline eight eight_fma(eight x, eight y, eight z) {
+    return (eight){vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)};
+}
+
+static inline float eight_fold(eight x) {
+    float32x4_t v = vaddq_f32(x.a, x.b);
     float32x2_t two = vadd_f32(vget_low_f32(v), vget_high_f32(v));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 
-static inline lanes lanes_pick(const float *f, const int32_t *lane) {
-    float v[CLB_LANES];
-    for (int l = 0; l < CLB_LANES; l++)
-        v[l] = f[lane[l]];
-    return lanes_load(v);
+static inline void eight_fold_four(const eight *a, float *out) {
+    for (int k = 0; k < 4; k++)
+        out[k] = eight_fold(a[k]);
+}
+
+static inline eight eight_pick(const float *f, const int32_t *lane) {
+    float v[CLB_EIGHT];
+    for (int l = 0; l < CLB_EIGHT; l++)
+        v[l] = f[lane[l] & 7];
+    return eight_load(v);
+}
+
+static inline float lanes_fold(lanes x) {
+    return eight_fold((eight){vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)});
 }
 
 static inline lanes lanes_load_f32(const uint8_t *p) {
@@ -93,41 +130,75 @@ static inline lanes lanes_load_f16(const uint8_t *p) {
                    four_f16(vget_low_u16(y)), four_f16(vget_high_u16(y))};
 }
 
-static inline int8x16_t less_eight(uint8x16_t nibbles) {
-    return vsubq_s8(vreinterpretq_s8_u8(nibbles), vdupq_n_s8(8));
+static inline eight eight_load_f32(const uint8_t *p) {
+    return (eight){vreinterpretq_f32_u8(vld1q_u8(p)), vreinterpretq_f32_u8(vld1q_u8(p + 16))};
 }
 
-static inline packed packed_int4(const uint8_t *p) {
+static inline eight eight_load_f16(const uint8_t *p) {
+    uint16x8_t x = vreinterpretq_u16_u8(vld1q_u8(p));
+    return (eight){four_f16(vget_low_u16(x)), four_f16(vget_high_u16(x))};
+}
+
+/* Lanes from n on become +0. */
+static inline eight eight_first(eight x, int64_t n) {
+    float v[CLB_EIGHT];
+    eight_store(v, x);
+    for (int l = 0; l < CLB_EIGHT; l++)
+        v[l] = l < n ? v[l] : 0.0f;
+    return eight_load(v);
+}
+
+static inline half half_load(const uint8_t *p) {
+    return (half){vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))};
+}
+
+static inline half half_of(uint8x16_t a, uint8x16_t b) {
+    return (half){vreinterpretq_s8_u8(a), vreinterpretq_s8_u8(b)};
+}
+
+static inline packed nibbles(const uint8_t *p) { /* 0..15 */
     uint8x16_t x = vld1q_u8(p), y = vld1q_u8(p + 16), mask = vdupq_n_u8(15);
-    return (packed){less_eight(vandq_u8(x, mask)), less_eight(vandq_u8(y, mask)),
-                    less_eight(vshrq_n_u8(x, 4)), less_eight(vshrq_n_u8(y, 4))};
+    return (packed){half_of(vandq_u8(x, mask), vandq_u8(y, mask)),
+                    half_of(vshrq_n_u8(x, 4), vshrq_n_u8(y, 4))};
 }
 
-static inline packed packed_int8(const uint8_t *p) {
-    return (packed){vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16)),
-                    vreinterpretq_s8_u8(vld1q_u8(p + 32)), vreinterpretq_s8_u8(vld1q_u8(p + 48))};
+static inline half less_eight(half w) {
+    return (half){vsubq_s8(w.a, vdupq_n_s8(8)), vsubq_s8(w.b, vdupq_n_s8(8))};
 }
 
-/* Sums of four products, as floats: signed by signed, so the starts are not needed. */
-static inline float32x4_t four_lanes(int8x16_t w, const int8_t *p) {
+static inline sums sums_zero(void) {
+    return (sums){vdupq_n_s32(0), vdupq_n_s32(0)};
+}
+
+static inline eight sums_float(sums x) {
+    return (eight){vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)};
+}
+
+/* more + sums of four products */
+static inline int32x4_t four_sums(int8x16_t w, const int8_t *p, int32x4_t more) {
     int8x16_t q = vld1q_s8(p);
 #ifdef CLB_NEON_DOT
-    return vcvtq_f32_s32(vdotq_s32(vdupq_n_s32(0), w, q));
+    return vdotq_s32(more, w, q);
 #else /* a product is at most 128 * 127 and fits 16 bits */
     int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(q));
     int16x8_t high = vmull_s8(vget_high_s8(w), vget_high_s8(q));
-    return vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+    return vaddq_s32(more, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
 
-static inline lanes packed_dot(packed w, const clb_cell *x, int nibbles) {
-    const int8_t *q = x->q;
-    (void)nibbles;
-    return (lanes){four_lanes(w.a, q), four_lanes(w.b, q + 16), four_lanes(w.c, q + 32),
-                   four_lanes(w.d, q + 48)};
+/* more + eight sums of four products of signed bytes */
+static inline sums byte_sums(half w, const int8_t *q, sums more) {
+    return (sums){four_sums(w.a, q, more.a), four_sums(w.b, q + 16, more.b)};
 }
 
-#define TILE_WIDE 2, 2, 1, 1 /* outputs of a tile at 1, 2, 3 and 4 rows: 32 registers */
+/* Eight sums of eight products; a nibble is a small signed byte. */
+static inline sums nibble_sums(packed w, const int8_t *q) {
+    return byte_sums(w.high, q + 32, byte_sums(w.low, q, sums_zero()));
+}
+
+/* Outputs of a tile at 1, 2, 3 and 4 rows: 32 registers, of which a float lane takes four. */
+#define TILE_WIDE 4, 2, 2, 1
+#define FLOAT_WIDE 2, 2, 1, 1
 
 #include "tiles.h"
 

@@ -373,22 +373,28 @@ static inline void even_odd_bytes(const float *shifted, int8_t *q) {
     }
 }
 
-static inline void quantize_all(const float *x, int64_t n, int32_t format, clb_cell *cells,
-                                float *scale) {
-    const int32_t offset = format == CLB_INT4 ? 8 : 128; /* int3 and int2 run as int8 */
-    for (int64_t b = 0; b * CLB_BLOCK < n; b++) {
-        int8_t *q = cells[b].q;
+static inline void quantize_all(const clb_acts *acts, int64_t row, int32_t format) {
+    const float *x = acts->x + row * acts->x_stride;
+    int8_t *q = acts->q + row * acts->blocks * CLB_BLOCK;
+    float *scale = acts->scale + row * acts->padded, *less = acts->less + row * acts->padded;
+    for (int64_t b = 0; b < acts->blocks; b++, x += CLB_BLOCK, q += CLB_BLOCK) {
         float padded[CLB_BLOCK] = {0}, shifted[CLB_BLOCK];
-        int64_t count = n - b * CLB_BLOCK;
+        int64_t count = acts->cols - b * CLB_BLOCK;
+        int32_t sum = 0;
         if (count < CLB_BLOCK)
-            memcpy(padded, x + b * CLB_BLOCK, (size_t)count * sizeof *x);
-        scale[b] = quantize_block(count < CLB_BLOCK ? padded : x + b * CLB_BLOCK, shifted);
+            memcpy(padded, x, (size_t)count * sizeof *x);
+        scale[b] = quantize_block(count < CLB_BLOCK ? padded : x, shifted);
         if (format == CLB_INT4)
             even_odd_bytes(shifted, q);
         else
             natural_bytes(shifted, q);
-        for (int l = 0; l < CLB_LANES; l++)
-            cells[b].start[l] = -offset * (q[4 * l] + q[4 * l + 1] + q[4 * l + 2] + q[4 * l + 3]);
+        for (int i = 0; i < CLB_BLOCK; i++)
+            sum += q[i];
+        less[b] = (float)(-8 * sum);
+    }
+    for (int64_t b = acts->blocks; b < acts->padded; b++) {
+        scale[b] = 0.0f;
+        less[b] = -0.0f; /* times +0 it can be added to anything without a trace */
     }
 }
 

@@ -1,4 +1,4 @@
-"""The engine's arithmetic in NumPy, bit for bit (docs/arithmetic.md): sixteen float32 lanes, fused
+"""The engine's arithmetic in NumPy, bit for bit (docs/arithmetic.md): float32 lanes, fused
 multiply-adds and one order for everything. Plugged into `reference.Reference`, it predicts every
 bit of a quantised or float container's results."""
 
@@ -36,9 +36,10 @@ def nudge(total: np.ndarray, product: np.ndarray, c: np.ndarray, at: tuple) -> n
 
 
 def fold(acc: np.ndarray) -> np.ndarray:
-    """Lanes [..., 16] to sums [...]: l with l + 8, then l + 4, l + 2, l + 1."""
-    for half in (8, 4, 2, 1):
-        acc = acc[..., :half] + acc[..., half : 2 * half]
+    """Lanes [..., 16 or 8] to sums [...]: the upper half to the lower one, until one is left."""
+    while acc.shape[-1] > 1:
+        half = acc.shape[-1] // 2
+        acc = acc[..., :half] + acc[..., half:]
     return acc[..., 0]
 
 
@@ -79,16 +80,25 @@ def exp(x: np.ndarray) -> np.ndarray:
     return np.where(x < f32(hexes("-0x1.5d58ap+6")), f32(0), y)
 
 
+EIGHT = 8  # lanes of a quantised output
+RUN = 32  # blocks of int4 whose offsets are taken off together
+
+
+def by_lane(values: np.ndarray, even_odd: bool) -> np.ndarray:
+    """[..., 64] to [..., 2, 8, 4]: a lane's first four inputs of a block, then its other four."""
+    shape = (*values.shape[:-1], 2, EIGHT, 4)
+    if even_odd:
+        values = np.moveaxis(values.reshape(*values.shape[:-1], BLOCK // 2, 2), -1, -2)
+    return values.reshape(shape)
+
+
 @cache
-def by_lane(w: Quantised) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs of a block by lane [16, 4], codes [O, B, 16, 4] and scales [O, B, 16]."""
-    lanes = np.arange(BLOCK).reshape(-1, 4)
-    if w.even_odd:
-        lanes = np.arange(BLOCK).reshape(-1, 2).T.reshape(-1, 4)
+def weights_by_lane(w: Quantised) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [O, B, 2, 8, 4] and the scales of the lanes' fours [O, B, 2, 8]."""
     beyond = ((0, 0), (0, -w.codes.shape[1] % BLOCK))
     codes = np.pad(w.codes, beyond).astype(np.int32).reshape(len(w.codes), -1, BLOCK)
     scales = np.pad(w.wide(), beyond, mode="edge").reshape(codes.shape)
-    return lanes, codes[:, :, lanes], scales[:, :, lanes[:, 0]]
+    return by_lane(codes, w.even_odd), by_lane(scales, w.even_odd)[..., 0]
 
 
 class Lanes(Float64):
@@ -102,13 +112,33 @@ class Lanes(Float64):
         return dot(x[:, None], np.asarray(w, f32)[None])
 
     def quantised(self, x: np.ndarray, w: Quantised) -> np.ndarray:
-        """Per block and lane an exact integer sum of four products, then one fma."""
-        (codes, scale), (lanes, weights, wide) = quantise_rows(x), by_lane(w)
-        acc = np.zeros((len(x), len(weights), LANES), f32)
-        for b in range(codes.shape[1]):
-            products = codes[:, None, b][:, :, lanes].astype(np.int32) * weights[None, :, b]
-            acc = fma(products.sum(-1).astype(f32), wide[:, b] * scale[:, b, None, None], acc)
+        """Per block and lane an exact integer sum of eight products, then one fma; under scales
+        that end inside a block, int8 has two sums of four."""
+        (codes, scale), (weights, wide) = quantise_rows(x), weights_by_lane(w)
+        codes = by_lane(codes.astype(np.int32), w.even_odd)[:, None]
+        scale, whole = scale[:, None], w.group % BLOCK == 0 or w.scales.shape[1] == 1
+        acc = np.zeros((len(x), len(weights), EIGHT), f32)
+        for b in range(weights.shape[1]):
+            block, factor = weights[None, :, b], wide[:, b] * scale[:, :, b, None, None]
+            if whole and w.even_odd:
+                block = block + 8
+                if b % RUN == 0:
+                    self.take_off(codes[:, :, b:][:, :, :RUN], wide[:, b:], scale[:, :, b:], acc)
+            d = (codes[:, :, b] * block).sum(-1)
+            if whole or w.even_odd:
+                acc = fma(d.sum(-2).astype(f32), factor[..., 0, :], acc)
+            else:
+                for part in (0, 1):
+                    acc = fma(d[..., part, :].astype(f32), factor[..., part, :], acc)
         return fold(acc)
+
+    def take_off(self, codes, wide, scale, acc) -> None:
+        """Nibbles 0..15 stand for -8..7: eight times the activations of each block of a run, block
+        b's in lane b % 8."""
+        for b in range(codes.shape[2]):
+            less = (-8 * codes[:, :, b].sum((-1, -2, -3))).astype(f32)
+            factor = wide[:, b, 0, 0] * scale[:, :, b]
+            acc[..., b % EIGHT] = fma(factor, less, acc[..., b % EIGHT])
 
     def rms_norm(self, x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
         mean = dot(x, x)[..., None] / f32(x.shape[-1])

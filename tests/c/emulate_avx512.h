@@ -126,15 +126,9 @@ static inline float _mm_cvtss_f32(__m128 a) {
     return a.f[0];
 }
 
-static inline int32_t emulated_int32(__m512i a, int i) {
+static inline int32_t emulated_int32(const uint8_t *b, int i) {
     int32_t r;
-    memcpy(&r, a.b + 4 * i, sizeof r);
-    return r;
-}
-
-static inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 a) {
-    __m512 r;
-    EACH(16) r.f[i] = a.f[emulated_int32(index, i) & 15];
+    memcpy(&r, b + 4 * i, sizeof r);
     return r;
 }
 
@@ -226,60 +220,150 @@ static inline __m512 _mm512_cvtph_ps(__m256i a) {
     return r;
 }
 
-static inline __m512i _mm512_set_epi64(long long h, long long g, long long f, long long e,
-                                       long long d, long long c, long long b, long long a) {
-    long long v[8] = {a, b, c, d, e, f, g, h};
-    return _mm512_loadu_si512(v);
+static inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+    __m512 r;
+    EACH(16) r.f[i] = (float)emulated_int32(a.b, i);
+    return r;
 }
 
-static inline __m512i _mm512_set1_epi8(char x) {
-    __m512i r;
+/* ---- eight lanes ---- */
+
+static inline __m256 _mm256_setzero_ps(void) {
+    return (__m256){{0}};
+}
+
+static inline __m256 _mm256_broadcast_ss(const float *p) {
+    __m256 r;
+    EACH(8) r.f[i] = *p;
+    return r;
+}
+
+static inline __m256 _mm256_loadu_ps(const float *p) {
+    __m256 r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
+
+static inline void _mm256_storeu_ps(float *p, __m256 a) {
+    memcpy(p, &a, sizeof a);
+}
+
+static inline void _mm_storeu_ps(float *p, __m128 a) {
+    memcpy(p, &a, sizeof a);
+}
+
+static inline __m256 _mm256_castsi256_ps(__m256i a) {
+    __m256 r;
+    memcpy(&r, &a, sizeof r);
+    return r;
+}
+
+static inline __m256 _mm256_mul_ps(__m256 a, __m256 b) {
+    EACH(8) a.f[i] = a.f[i] * b.f[i];
+    return a;
+}
+
+static inline __m256 _mm256_and_ps(__m256 a, __m256 b) {
+    uint32_t x[8], y[8];
+    memcpy(x, &a, sizeof x);
+    memcpy(y, &b, sizeof y);
+    EACH(8) x[i] &= y[i];
+    memcpy(&a, x, sizeof a);
+    return a;
+}
+
+static inline __m256 _mm256_fmadd_ps(__m256 a, __m256 b, __m256 c) {
+    EACH(8) c.f[i] = fmaf(a.f[i], b.f[i], c.f[i]);
+    return c;
+}
+
+static inline __m256 _mm256_cvtph_ps(__m128i a) {
+    __m256 r;
+    EACH(8) r.f[i] = emulated_half((unsigned)(a.b[2 * i] | a.b[2 * i + 1] << 8));
+    return r;
+}
+
+static inline __m256 _mm256_cvtepi32_ps(__m256i a) {
+    __m256 r;
+    EACH(8) r.f[i] = (float)emulated_int32(a.b, i);
+    return r;
+}
+
+static inline __m256 _mm256_permutevar8x32_ps(__m256 a, __m256i index) {
+    __m256 r;
+    EACH(8) r.f[i] = a.f[emulated_int32(index.b, i) & 7];
+    return r;
+}
+
+static inline __m256 _mm256_permute2f128_ps(__m256 a, __m256 b, int control) {
+    const float *from[] = {a.f, a.f + 4, b.f, b.f + 4};
+    __m256 r;
+    memcpy(r.f, from[control & 3], sizeof r.f / 2);
+    memcpy(r.f + 4, from[control >> 4 & 3], sizeof r.f / 2);
+    return r;
+}
+
+static inline __m256 _mm256_shuffle_ps(__m256 a, __m256 b, int control) {
+    __m256 r;
+    EACH(8) r.f[i] = (i & 2 ? b : a).f[(i & 4) + (control >> 2 * (i & 3) & 3)];
+    return r;
+}
+
+static inline __m128 _mm_unpacklo_ps(__m128 a, __m128 b) {
+    return (__m128){{a.f[0], b.f[0], a.f[1], b.f[1]}};
+}
+
+static inline __m256i _mm256_setzero_si256(void) {
+    return (__m256i){{0}};
+}
+
+static inline __m256i _mm256_set1_epi8(char x) {
+    __m256i r;
     memset(&r, x, sizeof r);
     return r;
 }
 
-static inline __m512i _mm512_broadcast_i64x4(__m256i a) {
-    __m512i r;
-    memcpy(r.b, a.b, 32);
-    memcpy(r.b + 32, a.b, 32);
-    return r;
+static inline __m256i _mm256_and_si256(__m256i a, __m256i b) {
+    EACH(32) a.b[i] &= b.b[i];
+    return a;
 }
 
-static inline __m512i _mm512_srlv_epi64(__m512i a, __m512i n) {
-    EACH(8) {
-        uint64_t v, by;
-        memcpy(&v, a.b + 8 * i, 8);
-        memcpy(&by, n.b + 8 * i, 8);
-        v = by < 64 ? v >> by : 0;
-        memcpy(a.b + 8 * i, &v, 8);
+static inline __m256i _mm256_sub_epi8(__m256i a, __m256i b) {
+    EACH(32) a.b[i] = (uint8_t)(a.b[i] - b.b[i]);
+    return a;
+}
+
+static inline __m256i _mm256_srli_epi16(__m256i a, int n) {
+    EACH(16) {
+        uint16_t x;
+        memcpy(&x, a.b + 2 * i, 2);
+        x = (uint16_t)(x >> n);
+        memcpy(a.b + 2 * i, &x, 2);
     }
     return a;
 }
 
-static inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
-    EACH(64) a.b[i] &= b.b[i];
+static inline __m256i _mm256_abs_epi8(__m256i a) {
+    EACH(32) a.b[i] = (uint8_t)((int8_t)a.b[i] < 0 ? -(int8_t)a.b[i] : (int8_t)a.b[i]);
     return a;
 }
 
-static inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
-    EACH(64) a.b[i] ^= b.b[i];
+static inline __m256i _mm256_sign_epi8(__m256i a, __m256i by) {
+    EACH(32) {
+        int sign = ((int8_t)by.b[i] > 0) - ((int8_t)by.b[i] < 0);
+        a.b[i] = (uint8_t)((int8_t)a.b[i] * sign);
+    }
     return a;
 }
 
-static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i u, __m512i s) {
-    EACH(16) {
-        int32_t v = emulated_int32(sum, i);
+static inline __m256i _mm256_dpbusd_epi32(__m256i sum, __m256i u, __m256i s) {
+    EACH(8) {
+        int32_t v = emulated_int32(sum.b, i);
         for (int k = 4 * i; k < 4 * i + 4; k++)
             v += (int32_t)u.b[k] * (int8_t)s.b[k];
         memcpy(sum.b + 4 * i, &v, 4);
     }
     return sum;
-}
-
-static inline __m512 _mm512_cvtepi32_ps(__m512i a) {
-    __m512 r;
-    EACH(16) r.f[i] = (float)emulated_int32(a, i);
-    return r;
 }
 
 #undef EACH

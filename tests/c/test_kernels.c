@@ -133,15 +133,19 @@ typedef struct trial { /* one linear; data and scales end with their blocks, at 
     uint8_t *data, *scales;
 } trial;
 
-static void quantise(trial *c) {
-    int64_t blocks = c->x.rows * c->x.blocks;
-    c->x.cells = exact(blocks * (int64_t)sizeof(clb_cell));
-    c->x.scale = exact_floats(blocks + CLB_LANES);
-    memset(c->x.scale, 0, (size_t)(blocks + CLB_LANES) * sizeof *c->x.scale);
-    for (int64_t r = 0; r < c->x.rows; r++)
-        clb_kernels_scalar()->quantize(c->x.x + r * c->x.x_stride, c->x.cols, c->w.format,
-                                       c->x.cells + r * c->x.blocks,
-                                       c->x.scale + r * c->x.blocks);
+/* Room for x's rows as integers, and what the table makes of them. */
+static void quantise(const clb_kernels *t, clb_acts *x, int32_t format) {
+    x->q = exact(x->rows * x->blocks * CLB_BLOCK);
+    x->scale = exact_floats(x->rows * x->padded);
+    x->less = exact_floats(x->rows * x->padded);
+    for (int64_t r = 0; r < x->rows; r++)
+        t->quantize(x, r, format);
+}
+
+static void free_quantised(clb_acts *x) {
+    free(x->q);
+    free(x->scale);
+    free(x->less);
 }
 
 static trial random_trial(int format) {
@@ -159,15 +163,14 @@ static trial random_trial(int format) {
     fill_scales(&c.w, c.scales + scale_skew);
     c.w.data = c.data + skew;
     c.w.scales = c.scales + scale_skew;
-    c.x = (clb_acts){.rows = 1 + below(9), .cols = c.w.cols, .blocks = (c.w.cols + 63) / 64};
-    c.x.x_stride = c.w.cols + below(3);
+    c.x = clb_acts_of(NULL, c.w.cols + below(3), 1 + below(9), c.w.cols);
     float *x = exact_floats((c.x.rows - 1) * c.x.x_stride + c.w.cols);
     for (int64_t r = 0; r < c.x.rows; r++)
         fill_floats(x + r * c.x.x_stride, r + 1 < c.x.rows ? c.x.x_stride : c.w.cols,
                     (int)below(6));
     c.x.x = x;
     if (format > CLB_F16)
-        quantise(&c);
+        quantise(clb_kernels_scalar(), &c.x, format);
     return c;
 }
 
@@ -175,8 +178,7 @@ static void free_trial(trial *c) {
     free(c->data);
     free(c->scales);
     free((void *)c->x.x);
-    free(c->x.cells);
-    free(c->x.scale);
+    free_quantised(&c->x);
 }
 
 /* All rows at once, rows one by one, and a range of outputs: the bits of the scalar table. */
@@ -200,8 +202,9 @@ static void check_linear(const clb_kernels *t, int format) {
         one.rows = 1;
         one.x += r * c.x.x_stride;
         if (format > CLB_F16) {
-            one.cells += r * c.x.blocks;
-            one.scale += r * c.x.blocks;
+            one.q += r * c.x.blocks * CLB_BLOCK;
+            one.scale += r * c.x.padded;
+            one.less += r * c.x.padded;
         }
         t->linear[format](&c.w, &one, 0, c.w.rows, part, stride);
         expect(same_bits(got + r * stride, part, c.w.rows), t->isa, "one row", format, r,
@@ -222,24 +225,17 @@ static void check_linear(const clb_kernels *t, int format) {
 /* ---- numerics ------------------------------------------------------------------------------ */
 
 static void check_quantize(const clb_kernels *t, const float *x, int64_t n) {
-    int64_t blocks = (n + 63) / 64;
     const int32_t formats[] = {CLB_INT4, CLB_INT8};
     for (int f = 0; f < 2; f++) {
-        clb_cell *cells[2];
-        float *scale[2];
-        const clb_kernels *both[] = {clb_kernels_scalar(), t};
-        for (int i = 0; i < 2; i++) {
-            cells[i] = exact(blocks * (int64_t)sizeof(clb_cell));
-            scale[i] = exact_floats(blocks);
-            both[i]->quantize(x, n, formats[f], cells[i], scale[i]);
-        }
-        expect(!memcmp(cells[0], cells[1], (size_t)blocks * sizeof(clb_cell)), t->isa,
-               "quantize cells", f, n, 0);
-        expect(same_bits(scale[0], scale[1], blocks), t->isa, "quantize scale", f, n, 0);
-        for (int i = 0; i < 2; i++) {
-            free(cells[i]);
-            free(scale[i]);
-        }
+        clb_acts want = clb_acts_of(x, n, 1, n), got = want;
+        quantise(clb_kernels_scalar(), &want, formats[f]);
+        quantise(t, &got, formats[f]);
+        expect(!memcmp(want.q, got.q, (size_t)(want.blocks * CLB_BLOCK)), t->isa, "quantize q", f,
+               n, 0);
+        expect(same_bits(want.scale, got.scale, want.padded), t->isa, "quantize scale", f, n, 0);
+        expect(same_bits(want.less, got.less, want.padded), t->isa, "quantize less", f, n, 0);
+        free_quantised(&want);
+        free_quantised(&got);
     }
 }
 
