@@ -45,15 +45,21 @@ void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, cons
 
 /* ---- queries into the latent space ---------------------------------------------------------- */
 
-/* absorbed[r][h] = [sum over nope rows of kv_b, in order | roped query], for one head. */
+/* What head h's query of row r became: [kv_lora + rope]. */
+static float *latent_of(const attention_job *job, int64_t h, int64_t r) {
+    const clb_config *c = &job->s->model->config;
+    return job->s->absorbed + (h * job->n + r) * (c->kv_lora + c->rope);
+}
+
+/* [sum over nope rows of kv_b, in order | roped query], for one head. */
 static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
-    int64_t width = c->kv_lora + c->rope, head = c->nope + c->rope;
+    int64_t head = c->nope + c->rope;
     const float *at[ROW_TILE];
     for (int64_t r = 0; r < job->n; r++) {
-        float *out = s->absorbed + (r * c->heads + h) * width;
+        float *out = latent_of(job, h, r);
         const float *query = s->query + ((job->first + r) * c->heads + h) * head;
         memset(out, 0, (size_t)c->kv_lora * sizeof *out);
         memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
@@ -64,7 +70,7 @@ static void absorb_head(const attention_job *job, int64_t h, float *rows) {
         k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, n, rows);
         for (int64_t r = 0; r < job->n; r++)
             k->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
-                     s->absorbed + (r * c->heads + h) * width, c->kv_lora);
+                     latent_of(job, h, r), c->kv_lora);
     }
 }
 
@@ -92,23 +98,24 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
     const clb_selection *keys = &s->selected[job->first + r];
     const float *key[KEY_TILE];
     int64_t width = c->kv_lora + c->rope, count = keys->count, n;
-    float *latent = s->absorbed + (r * c->heads + first_head) * width; /* [heads][width] */
+    float *latent[HEAD_GROUP];
+    for (int64_t h = 0; h < heads; h++) latent[h] = latent_of(job, first_head + h, r);
     for (int64_t t = 0; t < count; t += n) {
         n = count - t < KEY_TILE ? count - t : KEY_TILE;
         find_keys(job, keys, t, n, key);
         for (int64_t h = 0; h < heads; h++)
-            k->dots(key, n, latent + h * width, width, scores + h * count + t);
+            k->dots(key, n, latent[h], width, scores + h * count + t);
     }
     for (int64_t h = 0; h < heads; h++) {
         k->scale(1.0f / sqrtf((float)(c->nope + c->rope)), scores + h * count, count);
         k->softmax(scores + h * count, count);
-        memset(latent + h * width, 0, (size_t)c->kv_lora * sizeof *latent);
+        memset(latent[h], 0, (size_t)c->kv_lora * sizeof *latent[h]);
     }
     for (int64_t t = 0; t < count; t += n) {
         n = count - t < KEY_TILE ? count - t : KEY_TILE;
         find_keys(job, keys, t, n, key);
         for (int64_t h = 0; h < heads; h++)
-            k->axpys(scores + h * count + t, key, n, latent + h * width, c->kv_lora);
+            k->axpys(scores + h * count + t, key, n, latent[h], c->kv_lora);
     }
 }
 
@@ -123,27 +130,25 @@ static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     }
 }
 
-/* heads_out[r][h] = value rows of kv_b times the weighted latent. */
+/* heads_out[r][h] = value rows of kv_b times the weighted latent, as any linear. */
 static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
-    int64_t width = c->kv_lora + c->rope;
-    float *rows = clb_thread_scratch(s, thread);
-    const float *at[ROW_TILE];
-    for (int i = 0; i < ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
-    for (int64_t h = begin; h < end; h++)
-        for (int64_t i = 0; i < c->v_head; i += ROW_TILE) {
-            int64_t n = c->v_head - i < ROW_TILE ? c->v_head - i : ROW_TILE;
-            k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + c->nope + i, n,
-                          rows);
-            for (int64_t r = 0; r < job->n; r++) {
-                float *out = s->heads_out + ((job->first + r) * c->heads + h) * c->v_head + i;
-                const float *latent = s->absorbed + (r * c->heads + h) * width;
-                k->dots(at, n, latent, c->kv_lora, out);
-            }
-        }
+    const int32_t format = job->layer->w[CLB_KV_B].format;
+    const clb_acts *mixed = &s->in_mixed.form[clb_order_of(format)];
+    (void)thread;
+    for (int64_t h = begin; h < end; h++) {
+        clb_matrix values = clb_matrix_part(&job->layer->w[CLB_KV_B],
+                                            h * (c->nope + c->v_head) + c->nope, c->v_head);
+        clb_acts rows = clb_acts_part(mixed, h * job->n, (h + 1) * job->n);
+        for (int64_t r = 0; r < job->n && !clb_is_float(format); r++)
+            k->quantize(&rows, r, format);
+        k->linear[format](&values, &rows, 0, c->v_head,
+                          s->heads_out + (job->first * c->heads + h) * c->v_head,
+                          c->heads * c->v_head);
+    }
 }
 
 /* ---- one layer's attention ------------------------------------------------------------------ */
@@ -197,6 +202,8 @@ void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const cl
         clb_parallel(m->pool, c->heads, 1, absorb_queries, &job);
         clb_parallel(m->pool, job.n * ((c->heads + HEAD_GROUP - 1) / HEAD_GROUP), 1, attend_rows,
                      &job);
+        clb_input_set(&s->in_mixed, s->absorbed, c->kv_lora + c->rope, c->heads * job.n,
+                      c->kv_lora);
         clb_parallel(m->pool, c->heads, 1, expand_values, &job);
     }
     for (int64_t r = 0; r < rows->n; r++)

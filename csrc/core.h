@@ -110,7 +110,7 @@ struct clb_session {
     float *concat;                     /* [max_rows][2 * hidden], MTP only */
     float *q_latent;                   /* [max_rows][q_lora] */
     float *query;                      /* [max_rows][heads * (nope + rope)] */
-    float *absorbed;                   /* [ROW_BLOCK][heads][kv_lora + rope] */
+    float *absorbed;                   /* [heads][ROW_BLOCK or fewer][kv_lora + rope] */
     float *heads_out;                  /* [max_rows][heads * v_head] */
     float *index_query;                /* [max_rows][index_heads * index_dim] */
     float *index_weight;               /* [max_rows][index_heads] */
@@ -134,7 +134,8 @@ struct clb_session {
     float *thread_scratch;             /* [threads][thread_floats] */
     int64_t thread_floats;
     int64_t pair_rows;
-    clb_input in_hidden, in_latent, in_heads, in_mlp, in_pairs, in_inner, in_head, in_concat;
+    clb_input in_hidden, in_latent, in_mixed, in_heads, in_mlp, in_pairs, in_inner, in_head;
+    clb_input in_concat;
 };
 
 /* ---- error.c ------------------------------------------------------------------------------ */

@@ -47,6 +47,25 @@ static inline clb_acts clb_acts_of(const float *x, int64_t x_stride, int64_t row
     return (clb_acts){rows, cols, blocks, padded, x, x_stride, NULL, NULL, NULL};
 }
 
+static inline clb_acts clb_acts_part(const clb_acts *acts, int64_t first, int64_t last) {
+    clb_acts part = *acts;
+    part.rows = last - first;
+    part.x += first * acts->x_stride;
+    part.q += first * acts->blocks * CLB_BLOCK;
+    part.scale += first * acts->padded;
+    part.less += first * acts->padded;
+    return part;
+}
+
+/* Output rows [first, first + count) as a matrix of their own. */
+static inline clb_matrix clb_matrix_part(const clb_matrix *w, int64_t first, int64_t count) {
+    clb_matrix part = *w;
+    part.rows = count;
+    part.data += first * w->row_bytes;
+    if (w->scales) part.scales += first * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
+    return part;
+}
+
 /* Output rows [first, last) for every row of x: y[r * y_stride + o]. Each output is a function of
    its own weights and its own row of x alone, whatever the other arguments. */
 typedef void clb_linear_fn(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,

@@ -31,22 +31,12 @@ typedef struct moe_job {
 
 /* ---- gate, up, down ------------------------------------------------------------------------- */
 
-/* Rows [first, last) of an input's form. */
-static clb_acts part_of(const clb_acts *acts, int64_t first, int64_t last) {
-    clb_acts part = *acts;
-    part.rows = last - first;
-    part.x += first * acts->x_stride;
-    part.q += first * acts->blocks * CLB_BLOCK;
-    part.scale += first * acts->padded;
-    part.less += first * acts->padded;
-    return part;
-}
-
 /* Output rows of tasks [task, task + count) of one matrix. */
 static void run_tasks(moe_job *job, const clb_matrix *w, const clb_run *run, clb_input *input,
                       float *y, int64_t task, int64_t count) {
     int64_t pair = run->first - job->base, first = task * UNIT, last = (task + count) * UNIT;
-    clb_acts acts = part_of(&input->form[clb_order_of(w->format)], pair, run->last - job->base);
+    clb_acts acts = clb_acts_part(&input->form[clb_order_of(w->format)], pair,
+                                  run->last - job->base);
     job->s->model->kernels->linear[w->format](w, &acts, first, last < w->rows ? last : w->rows,
                                               y + pair * w->rows, w->rows);
 }

@@ -98,6 +98,7 @@ static int32_t take_inputs(clb_session *s, budget *b) {
                                                c->moe_intermediate));
     struct { clb_input *input; int64_t rows, cols; } all[] = {
         {&s->in_hidden, n, c->hidden}, {&s->in_latent, n, c->q_lora},
+        {&s->in_mixed, CLB_ROW_BLOCK * c->heads, c->kv_lora},
         {&s->in_heads, n, c->heads * c->v_head}, {&s->in_mlp, n, c->hidden},
         {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, most(inner, blocks)},
         {&s->in_head, n, c->hidden}, {&s->in_concat, c->has_mtp ? n : 1, 2 * c->hidden}};
@@ -149,8 +150,8 @@ void clb_session_free(clb_session *s) {
                      s->up, s->router, s->shared, s->pair_out, s->pairs, s->captured, s->leases,
                      s->runs, s->active_runs, s->active_pairs};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) clb_zeroed_free(owned[i]);
-    clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_heads, &s->in_mlp, &s->in_pairs,
-                           &s->in_inner, &s->in_head, &s->in_concat};
+    clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_mixed, &s->in_heads, &s->in_mlp,
+                           &s->in_pairs, &s->in_inner, &s->in_head, &s->in_concat};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) clb_input_free(inputs[i]);
     free(s);
 }

@@ -13,7 +13,7 @@ enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
     STRIP = 16, /* outputs that many rows pass over together: they stay in the first-level cache */
     AHEAD = 512, /* bytes fetched before one row of a long matrix needs them: memory 7 % faster */
-    SPREAD_GROUPS = CLB_RUN * CLB_LANES + CLB_EIGHT, /* groups of 4 inputs, and one load past them */
+    SPREAD_GROUPS = CLB_RUN * CLB_LANES + CLB_EIGHT, /* groups of 4, and one load past them */
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
 };
 
@@ -248,7 +248,7 @@ typedef struct run { /* up to CLB_RUN blocks: where their bytes begin, and their
     const uint8_t *bytes[SIDE]; /* [output] */
     float group[SIDE][SPREAD_GROUPS];  /* [output]: scales of the groups the run meets */
     int32_t base[CLB_RUN];             /* the block's first group in group[] */
-    int32_t lane[CLB_RUN][CLB_LANES];  /* group of eight lanes' first, then second inputs, less base */
+    int32_t lane[CLB_RUN][CLB_LANES];  /* from base: eight lanes' first fours, then the others */
     uint8_t copy[SIDE][CLB_BLOCK];     /* [output]: a last block with bytes missing, then zeros */
 } run;
 

@@ -165,7 +165,7 @@ class Lanes(Float64):
             acc = fma(factor, head, acc)
         return acc
 
-    def attend(self, q_nope, q_rope, k_b, v_b, latents, ropes) -> np.ndarray:
+    def attend(self, q_nope, q_rope, k_b, latents, ropes) -> np.ndarray:
         carried = np.zeros((len(q_nope), k_b.shape[2]), f32)
         for i in range(q_nope.shape[1]):
             carried = fma(q_nope[:, i, None], k_b[:, i], carried)
@@ -178,7 +178,7 @@ class Lanes(Float64):
         mixed = np.zeros_like(carried)
         for t, latent in enumerate(latents):
             mixed = fma(weight[:, t, None], latent, mixed)
-        return dot(v_b, mixed[:, None])
+        return mixed
 
     def mixture(self, weights: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> np.ndarray:
         acc = np.zeros_like(shared)

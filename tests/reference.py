@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +47,16 @@ class Quantised:
 
 
 Matrix = np.ndarray | Quantised
+
+
+def rows_of(w: Matrix, first: int, count: int) -> Matrix:
+    """Output rows [first, first + count) of a matrix."""
+    part = slice(first, first + count)
+    return (
+        replace(w, codes=w.codes[part], scales=w.scales[part])
+        if isinstance(w, Quantised)
+        else w[part]
+    )
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,14 +115,13 @@ class Float64:
     def inverse_root(self, n: int) -> float:
         return 1 / np.sqrt(self.dtype(n))
 
-    def attend(self, q_nope, q_rope, k_b, v_b, latents, ropes) -> np.ndarray:
+    def attend(self, q_nope, q_rope, k_b, latents, ropes) -> np.ndarray:
         """One row, absorbed: queries [A, N] and [A, R] over keys [T, L] and [T, R], carried into
-        the latent space by k_b [A, N, L] and out of it by v_b [A, V, L]. Returns [A, V]."""
+        the latent space by k_b [A, N, L]. Returns the weighted latents [A, L]."""
         score = np.einsum("an,anl->al", q_nope, k_b) @ latents.T + q_rope @ ropes.T
         score = score * self.inverse_root(q_nope.shape[1] + q_rope.shape[1])
         weight = np.exp(score - score.max(1, keepdims=True))
-        latent = weight / weight.sum(1, keepdims=True) @ latents
-        return np.einsum("avl,al->av", v_b, latent)
+        return weight / weight.sum(1, keepdims=True) @ latents
 
     def mixture(self, weights: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> np.ndarray:
         """Sum of outputs [K, H] times weights [K], plus the shared expert's [H]."""
@@ -146,6 +155,7 @@ class Reference:
         self.keys: dict[int, np.ndarray] = {}  # layer -> [rows, D], full layers only
         self.sets: dict[int, list[np.ndarray]] = {}
         self.experts: dict[int, np.ndarray] = {}
+        self.value_rows: dict[str, list[Matrix]] = {}
         self.margin = np.inf
         self.hidden = np.zeros((0, config.hidden_size))
 
@@ -208,13 +218,22 @@ class Reference:
         if sets is None:
             sets = self.select(layer, at + "indexer.", x, c_q, positions)
         kv_b = self.vector(at + "kv_b_proj.weight").reshape(heads, nope + c.v_head_dim, lora)
-        k_b, v_b = kv_b[:, :nope], kv_b[:, nope:]
-        out = []
+        mixed = []
         for row, chosen in enumerate(sets):
             latents, ropes = np.split(self.kv[layer][chosen], [lora], axis=1)
-            head = self.math.attend(q[row, :, :nope], q_rope[row], k_b, v_b, latents, ropes)
-            out.append(head.reshape(-1))
-        return self.linear(np.array(out), at + "o_proj"), sets
+            query = q[row, :, :nope], q_rope[row]
+            mixed.append(self.math.attend(*query, kv_b[:, :nope], latents, ropes))
+        values = zip(np.swapaxes(mixed, 0, 1), self.values(at, heads, nope), strict=True)
+        out = [self.math.linear(latent, v_b) for latent, v_b in values]
+        return self.linear(np.concatenate(out, 1), at + "o_proj"), sets
+
+    def values(self, at: str, heads: int, nope: int) -> list[Matrix]:
+        """The value rows [V, L] of kv_b, head by head."""
+        if at not in self.value_rows:
+            kv_b, v = self.get(at + "kv_b_proj.weight"), self.config.v_head_dim
+            firsts = [head * (nope + v) + nope for head in range(heads)]
+            self.value_rows[at] = [rows_of(kv_b, first, v) for first in firsts]
+        return self.value_rows[at]
 
     def mlp(self, x: np.ndarray, at: str) -> np.ndarray:
         gate, up = self.linear(x, at + "gate_proj"), self.linear(x, at + "up_proj")
