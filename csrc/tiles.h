@@ -7,7 +7,11 @@
 
 #define CLB_INLINE static inline __attribute__((always_inline))
 #define CLB_APART static __attribute__((noinline)) /* once a run: not worth a copy in each tile */
+#ifdef __clang__
+#define CLB_UNROLL _Pragma("unroll")
+#else
 #define CLB_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 enum {
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
