@@ -34,12 +34,17 @@ static float group_score(float *choice, int64_t first, int64_t last) {
 static void keep_groups(const clb_config *c, float *choice) {
     int64_t size = c->experts / c->groups;
     float score[CLB_MAX_EXPERTS];
+    bool kept[CLB_MAX_EXPERTS] = {false};
     if (c->groups_kept == c->groups) return;
     for (int64_t g = 0; g < c->groups; g++)
         score[g] = group_score(choice, g * size, (g + 1) * size);
-    for (int64_t kept = 0; kept < c->groups_kept; kept++) score[best_of(score, 0, c->groups)] = NAN;
+    for (int64_t i = 0; i < c->groups_kept; i++) {
+        int32_t best = best_of(score, 0, c->groups);
+        kept[best] = true;
+        score[best] = -INFINITY;
+    }
     for (int64_t e = 0; e < c->experts; e++)
-        if (score[e / size] == score[e / size]) choice[e] = -INFINITY;
+        if (!kept[e / size]) choice[e] = -INFINITY;
 }
 
 static int by_id(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }

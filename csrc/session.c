@@ -19,7 +19,7 @@ static void *take(budget *b, int64_t count, int64_t width, int64_t item) {
         b->failed = true;
         return NULL;
     }
-    void *p = clb_zeroed(n + 64);
+    void *p = clb_zeroed(n);
     if (!p) b->failed = true;
     else b->bytes += n;
     return p;
