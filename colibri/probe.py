@@ -27,7 +27,7 @@ from colibri.state import PARTIAL
 
 ASSUMED_DISK = 3e9  # bytes a second, where nothing is known: a middling NVMe drive
 ASSUMED_LAYER = 20e-6  # seconds a layer takes beside its weights, where it was not measured
-ABSORBED = "absorbed"  # kv_b: unpacked, then multiplied as floats, each row by itself
+ABSORBED = "absorbed"  # key rows of kv_b: unpacked, then multiplied as floats, each row by itself
 ASSUMED_LATENCY = 1e-4
 MANY = 16  # rows at which products are no longer bound by unpacking weights
 STEP_AT = 256  # where a small model's step is measured: it attends and chooses keys as later on

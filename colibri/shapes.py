@@ -140,12 +140,12 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         config=config,
         formats=f"{format_of(container.expert(layers - 1, 0)[0])} experts, "
         f"{formats.most_common(1)[0][0]} for most of the rest",
-        dense=_work((e for e in container.entries if _each_token(e, layers)), form),
-        head=_work([_head(container.entries)], form),
-        mtp_dense=_work((e for e in container.entries if e.layer == layers), form),
+        dense=_work(config, (e for e in container.entries if _each_token(e, layers)), form),
+        head=_work(config, [_head(container.entries)], form),
+        mtp_dense=_work(config, (e for e in container.entries if e.layer == layers), form),
         expert=expert,
         mtp_expert=_expert_of(container, layers) if container.has_mtp else _NOTHING,
-        resident=_work((e for e in container.entries if e.layer < layers + mtp), form).total,
+        resident=_work(config, (e for e in container.entries if e.layer < layers + mtp), form).total,
         files=sum(shard.size for shard in container.shards),
         selecting=kinds[:layers].count(INDEX_FULL),
         mtp_selecting=int(mtp and kinds[-1] == INDEX_FULL),
@@ -173,12 +173,12 @@ def of_config(name: str, config: ModelConfig, formats: Formats, mtp: bool = True
         name=name,
         config=config,
         formats=f"{formats.experts} experts, {formats.dense} for the rest",
-        dense=_work((e for e in entries if _each_token(e, layers)), form),
-        head=_work([_head(entries)], form),
-        mtp_dense=_work(mtp_entries, form),
+        dense=_work(config, (e for e in entries if _each_token(e, layers)), form),
+        head=_work(config, [_head(entries)], form),
+        mtp_dense=_work(config, mtp_entries, form),
         expert=_record(config, formats.experts),
         mtp_expert=_record(config, formats.mtp) if mtp else _NOTHING,
-        resident=_work(entries, form).total,
+        resident=_work(config, entries, form).total,
         files=sum(shard.nbytes for shard in shards),
         selecting=len([n for n in owners if n < layers]),
         mtp_selecting=int(mtp),
@@ -206,16 +206,18 @@ def published(name: str) -> tuple[str, ModelConfig]:
 _NOTHING = Work(Counter(), Counter())
 
 
-def _work(entries: Iterable[Entry], form: Callable[[Entry], Format]) -> Work:
+def _work(config: ModelConfig, entries: Iterable[Entry], form: Callable[[Entry], Format]) -> Work:
     """Bytes and weights of tensors, each met once."""
     nbytes, weights = Counter[str](), Counter[str]()
     for entry in entries:
         rows, cols = entry.shape if len(entry.shape) == 2 else (1, entry.shape[0])
         stored = form(entry)
-        kind = ABSORBED if entry.role == "kv_b" else stored.kind.name.lower()
-        nbytes[kind] += stored.nbytes(rows, cols)
-        weights[kind] += rows * cols
-    return Work(nbytes, weights)
+        keys = rows * config.qk_nope_head_dim if entry.role == "kv_b" else 0
+        keys //= config.qk_nope_head_dim + config.v_head_dim
+        for kind, count in ((ABSORBED, keys), (stored.kind.name.lower(), rows - keys)):
+            nbytes[kind] += stored.nbytes(count, cols) if count else 0
+            weights[kind] += count * cols
+    return Work(+nbytes, +weights)
 
 
 def _each_token(entry: Entry, layers: int) -> bool:
