@@ -210,7 +210,7 @@ KNOBS = (
     Knob("threads", "--threads", Number(1, 1024, whole=True),
          "Threads that compute. The text does not depend on it.",
          "the physical cores this process may use", MACHINE),
-    Knob("isa", "", Choice(("scalar", "avx2", "avx512", "neon")),
+    Knob("isa", "", Choice(("scalar", "avx2", "avxvnni", "avx512", "neon")),
          "Instruction set of the kernels. The text does not depend on it.",
          "the best this processor has", MACHINE),
     Knob("draft", "--draft", Number(0, DRAFT_LIMIT, whole=True, auto=("auto", "-1")),

@@ -39,7 +39,7 @@ def check(code: int, error: Any) -> None:
 
 def available_isas() -> list[str]:
     """Instruction sets whose kernels this processor runs, the reference first."""
-    names = ["scalar", "avx2", "avx512", "neon"]
+    names = ["scalar", "avx2", "avxvnni", "avx512", "neon"]
     return [name for name in names if lib.clb_isa_available(name.encode())]
 
 
@@ -131,7 +131,7 @@ class Model:
 
     @property
     def isa(self) -> str:
-        """The kernels in use: scalar, avx2, avx512 or neon."""
+        """The kernels in use: scalar, avx2, avxvnni, avx512 or neon."""
         return str(ffi.string(lib.clb_model_isa(self.handle)).decode())
 
     @property

@@ -145,7 +145,9 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         mtp_dense=_work(config, (e for e in container.entries if e.layer == layers), form),
         expert=expert,
         mtp_expert=_expert_of(container, layers) if container.has_mtp else _NOTHING,
-        resident=_work(config, (e for e in container.entries if e.layer < layers + mtp), form).total,
+        resident=_work(
+            config, (e for e in container.entries if e.layer < layers + mtp), form
+        ).total,
         files=sum(shard.size for shard in container.shards),
         selecting=kinds[:layers].count(INDEX_FULL),
         mtp_selecting=int(mtp and kinds[-1] == INDEX_FULL),

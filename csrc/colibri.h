@@ -59,7 +59,7 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
                       clb_model **model, clb_error *error);
 void clb_model_free(clb_model *model);
 const char *clb_model_isa(const clb_model *model);
-int32_t clb_isa_available(const char *isa); /* "scalar", "avx2", "avx512", "neon" */
+int32_t clb_isa_available(const char *isa); /* "scalar", "avx2", "avxvnni", "avx512", "neon" */
 
 int32_t clb_model_add_shard(clb_model *model, const char *path, int64_t size, clb_error *error);
 int32_t clb_model_set(clb_model *model, int32_t layer, int32_t role, const clb_tensor *tensor,

@@ -4,7 +4,8 @@
 
 const clb_kernels *clb_kernels_find(const char *isa) {
     const clb_kernels *tables[] = {/* best first */
-                                   clb_kernels_avx512(), clb_kernels_avx2(),
+                                   clb_kernels_avx512(), clb_kernels_avx_vnni(),
+                                   clb_kernels_avx2(),
                                    clb_kernels_neon_dot(), clb_kernels_neon(),
                                    clb_kernels_scalar()};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)

@@ -6,6 +6,15 @@
 #include <stdint.h>
 #include "colibri.h"
 
+/* Whether the compiler knows VNNI in 256 bits. */
+#if defined(__x86_64__) && defined(__clang__)
+#define CLB_AVX_VNNI_BUILDS (__clang_major__ >= 12)
+#elif defined(__x86_64__) && defined(__GNUC__)
+#define CLB_AVX_VNNI_BUILDS (__GNUC__ >= 11)
+#else
+#define CLB_AVX_VNNI_BUILDS 0
+#endif
+
 enum {
     CLB_LANES = 16,
     CLB_EIGHT = 8,  /* lanes of a quantised output: each owns eight inputs of a block */
@@ -102,6 +111,7 @@ typedef struct clb_kernels {
 const clb_kernels *clb_kernels_find(const char *isa); /* NULL name: best; NULL result: not here */
 const clb_kernels *clb_kernels_scalar(void);
 const clb_kernels *clb_kernels_avx2(void);   /* NULL when the processor or build lacks it */
+const clb_kernels *clb_kernels_avx_vnni(void);
 const clb_kernels *clb_kernels_avx512(void);
 const clb_kernels *clb_kernels_neon_dot(void); /* "neon" too: the same with dot products */
 const clb_kernels *clb_kernels_neon(void);

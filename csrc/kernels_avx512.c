@@ -18,7 +18,7 @@
 
 #define CLB_LANES_NATIVE
 typedef __m512 lanes;
-#define CLB_VNNI
+#define CLB_DPBUSD _mm256_dpbusd_epi32
 #include "x86.h"
 
 static inline lanes lanes_zero(void) {

@@ -193,21 +193,31 @@ static int64_t dot_plain(crew *c, int32_t thread) {
     CLB_DOT(s4, w0, q1); CLB_DOT(s5, w1, q1); CLB_DOT(s6, w2, q1); CLB_DOT(s7, w3, q1)
 
 /* From registers: fifteen of sixteen hold weights, activations, ones and sums. */
-__attribute__((target("avx2"))) static int64_t dot_avx2(crew *c, int32_t thread) {
-    __m256i w0 = _mm256_set1_epi8((char)(thread % 8)), w1 = w0, w2 = w0, w3 = w0;
-    __m256i q0 = _mm256_set1_epi8(-3), q1 = _mm256_set1_epi8(2), one = _mm256_set1_epi16(1);
-    __m256i s0 = q0, s1 = q0, s2 = q0, s3 = q0, s4 = q0, s5 = q0, s6 = q0, s7 = q0;
-    (void)c;
+#define CLB_DOTS_256(name, isa)                                                                    \
+    __attribute__((target(isa))) static int64_t name(crew *c, int32_t thread) {                    \
+        __m256i w0 = _mm256_set1_epi8((char)(thread % 8)), w1 = w0, w2 = w0, w3 = w0;              \
+        __m256i q0 = _mm256_set1_epi8(-3), q1 = _mm256_set1_epi8(2), one = _mm256_set1_epi16(1);   \
+        __m256i s0 = q0, s1 = q0, s2 = q0, s3 = q0, s4 = q0, s5 = q0, s6 = q0, s7 = q0;            \
+        (void)c;                                                                                   \
+        (void)one;                                                                                 \
+        for (int64_t n = 0; n < ROUNDS; n++) {                                                     \
+            __asm__ volatile("" : "+x"(w0), "+x"(w1), "+x"(w2), "+x"(w3)); /* "new" weights */     \
+            CLB_EIGHT_DOTS;                                                                        \
+        }                                                                                          \
+        __asm__ volatile("" : : "x"(s0), "x"(s1), "x"(s2), "x"(s3), "x"(s4), "x"(s5), "x"(s6),     \
+                         "x"(s7));                                                                 \
+        return (int64_t)ROUNDS * 8 * 32;                                                           \
+    }
+
 #define CLB_DOT(s, w, q) \
     s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(w, q), one))
-    for (int64_t n = 0; n < ROUNDS; n++) {
-        __asm__ volatile("" : "+x"(w0), "+x"(w1), "+x"(w2), "+x"(w3)); /* "new" weights */
-        CLB_EIGHT_DOTS;
-    }
+CLB_DOTS_256(dot_avx2, "avx2")
 #undef CLB_DOT
-    __asm__ volatile("" : : "x"(s0), "x"(s1), "x"(s2), "x"(s3), "x"(s4), "x"(s5), "x"(s6), "x"(s7));
-    return (int64_t)ROUNDS * 8 * 32;
-}
+#if CLB_AVX_VNNI_BUILDS
+#define CLB_DOT(s, w, q) s = _mm256_dpbusd_avx_epi32(s, w, q)
+CLB_DOTS_256(dot_avx_vnni, "avx2,avxvnni")
+#undef CLB_DOT
+#endif
 
 __attribute__((target("avx512f,avx512vnni"))) static int64_t dot_avx512(crew *c, int32_t thread) {
     __m512i w0 = _mm512_set1_epi32(0x01010101 * (thread % 8)), w1 = w0, w2 = w0, w3 = w0;
@@ -242,6 +252,9 @@ int32_t clb_measure_dot_peak(const char *isa, int32_t threads, double seconds, d
 #ifdef CLB_WIDE_DOTS
     if (!strcmp(table->isa, "avx2")) c.work = dot_avx2;
     if (!strcmp(table->isa, "avx512")) c.work = dot_avx512;
+#if CLB_AVX_VNNI_BUILDS
+    if (!strcmp(table->isa, "avxvnni")) c.work = dot_avx_vnni;
+#endif
 #endif
     return run_crew(&c, rate, error);
 }

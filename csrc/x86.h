@@ -1,5 +1,5 @@
-/* Quantised products in 256-bit registers, for kernels_avx2.c and, with CLB_VNNI, kernels_avx512.c:
-   eight lanes are one register, a block is two of weights and two of activations. */
+/* Quantised products in 256-bit registers: eight lanes are one, a block is two of weights and two
+   of activations. CLB_DPBUSD is an instruction set's name for VNNI's products, where it has them. */
 #ifndef CLB_X86_H
 #define CLB_X86_H
 
@@ -98,8 +98,8 @@ static inline eight sums_float(sums a) {
 /* Eight sums of eight products, nibbles times signed bytes. */
 static inline sums nibble_sums(packed w, const int8_t *q) {
     half low = half_load((const uint8_t *)q), high = half_load((const uint8_t *)q + 32);
-#ifdef CLB_VNNI
-    return _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(sums_zero(), w.low, low), w.high, high);
+#ifdef CLB_DPBUSD
+    return CLB_DPBUSD(CLB_DPBUSD(sums_zero(), w.low, low), w.high, high);
 #else /* four products of at most 15 * 127 fit 16 bits */
     __m256i fours = _mm256_add_epi16(_mm256_maddubs_epi16(w.low, low),
                                      _mm256_maddubs_epi16(w.high, high));
@@ -110,8 +110,8 @@ static inline sums nibble_sums(packed w, const int8_t *q) {
 /* more + eight sums of four products of signed bytes: |w| times q with w's sign. */
 static inline sums byte_sums(half w, const int8_t *q, sums more) {
     __m256i signed_q = _mm256_sign_epi8(half_load((const uint8_t *)q), w);
-#ifdef CLB_VNNI
-    return _mm256_dpbusd_epi32(more, _mm256_abs_epi8(w), signed_q);
+#ifdef CLB_DPBUSD
+    return CLB_DPBUSD(more, _mm256_abs_epi8(w), signed_q);
 #else /* two products of at most 128 * 127 fit 16 bits */
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
     return _mm256_add_epi32(more, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

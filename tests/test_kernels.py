@@ -324,20 +324,18 @@ def test_rotary_angles(position, seed):
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_kernels_of_other_processors(tmp_path):
-    """AVX-512 and NEON sources, with their intrinsics emulated in C, give the scalar bits."""
+    """AVX-512, AVX-VNNI and NEON sources, with what this processor lacks emulated, give the scalar
+    bits."""
     emulations = {
         "kernels_avx512": "emulate_avx512.h",
         "kernels_neon": "emulate_neon.h",
         "kernels_neon_dot": "emulate_neon.h",
     }
-    none = tmp_path / "no_avx2.c"  # this machine's own tables are compared above
-    none.write_text(
-        '#include "kernels.h"\nconst clb_kernels *clb_kernels_avx2(void) { return 0; }\n'
-    )
-    sources = [
-        source for source in (ROOT / "csrc").glob("kernels*.c") if source.stem != "kernels_avx2"
-    ]
-    sources += [none, ROOT / "csrc" / "angles.c", ROOT / "tests" / "c" / "test_kernels.c"]
+    avx2 = "avx2" in available_isas()  # only there AVX-VNNI can be made of it
+    if avx2:
+        emulations["kernels_avx_vnni"] = "emulate_avx_vnni.h"
+    sources = list((ROOT / "csrc").glob("kernels*.c"))
+    sources += [ROOT / "csrc" / "angles.c", ROOT / "tests" / "c" / "test_kernels.c"]
 
     def compile_one(source: Path) -> str:
         extra = emulations.get(source.stem)
@@ -358,3 +356,4 @@ def test_kernels_of_other_processors(tmp_path):
     assert result.returncode == 0, result.stdout
     assert "avx512: 60 rounds" in result.stdout
     assert result.stdout.count("neon: 60 rounds") == 2
+    assert ("avxvnni: 60 rounds" in result.stdout) == avx2

@@ -329,7 +329,8 @@ static void check_angles(int64_t rounds) {
 int main(int argc, char **argv) {
     int64_t rounds = argc > 1 ? atoll(argv[1]) : 400;
     state = argc > 2 ? (uint64_t)atoll(argv[2]) | 1 : 1;
-    const clb_kernels *tables[] = {clb_kernels_scalar(), clb_kernels_avx2(), clb_kernels_avx512(),
+    const clb_kernels *tables[] = {clb_kernels_scalar(), clb_kernels_avx2(),
+                                   clb_kernels_avx_vnni(), clb_kernels_avx512(),
                                    clb_kernels_neon(), clb_kernels_neon_dot()};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         if (!tables[i])
