@@ -5,8 +5,10 @@
 #include "core.h"
 
 enum {
-    HEAD_GROUP = 8, /* heads that share one walk over the keys: their queries stay in L1 */
-    KEY_TILE = 32,  /* keys all heads of a group visit together: they stay in L2 */
+    HEAD_GROUP = 8,   /* heads that share one walk over the keys */
+    KEY_TILE = 32,    /* keys all heads of a group visit together: they stay in L2 */
+    NEAR_KEYS = 8,    /* so many of them stay in L1, */
+    NEAR_WIDTH = 128, /* or of all of them so many numbers */
     ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
 };
 
@@ -82,12 +84,48 @@ static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread
 
 /* ---- scores, softmax, weighted latents ------------------------------------------------------ */
 
-/* Where the n keys from number t on are: [n], at most KEY_TILE. */
-static void find_keys(const attention_job *job, const clb_selection *keys, int64_t t, int64_t n,
-                      const float **at) {
-    const clb_config *c = &job->s->model->config;
+typedef struct key_walk { /* one row's keys, for the heads of a group */
+    const clb_kernels *k;
+    const clb_selection *keys;
+    const float *kv;
+    int64_t width, kv_lora, heads;
+    float *latent[HEAD_GROUP]; /* the heads' queries, then their sums of latents */
+    float *scores;             /* [heads][keys->count] */
+} key_walk;
+
+/* Where the keys from number t on are; returns how many, at most KEY_TILE. */
+static int64_t find_keys(const key_walk *walk, int64_t t, const float **at) {
+    const clb_selection *keys = walk->keys;
+    int64_t n = keys->count - t < KEY_TILE ? keys->count - t : KEY_TILE;
     for (int64_t i = 0; i < n; i++)
-        at[i] = job->kv + (keys->dense ? t + i : keys->index[t + i]) * (c->kv_lora + c->rope);
+        at[i] = walk->kv + (keys->dense ? t + i : keys->index[t + i]) * walk->width;
+    return n;
+}
+
+static void score_keys(const key_walk *walk) {
+    const float *key[KEY_TILE];
+    int64_t count = walk->keys->count;
+    for (int64_t t = 0, n; t < count; t += n) {
+        n = find_keys(walk, t, key);
+        for (int64_t i = 0; i < n; i += NEAR_KEYS)
+            for (int64_t h = 0; h < walk->heads; h++)
+                walk->k->dots(key + i, n - i < NEAR_KEYS ? n - i : NEAR_KEYS, walk->latent[h],
+                              walk->width, walk->scores + h * count + t + i);
+    }
+}
+
+static void mix_latents(const key_walk *walk) {
+    const float *key[KEY_TILE];
+    int64_t count = walk->keys->count;
+    for (int64_t t = 0, n; t < count; t += n) {
+        n = find_keys(walk, t, key);
+        for (int64_t c = 0, wide; c < walk->kv_lora; c += wide) {
+            wide = walk->kv_lora - c < NEAR_WIDTH ? walk->kv_lora - c : NEAR_WIDTH;
+            for (int64_t h = 0; h < walk->heads; h++)
+                walk->k->axpys(walk->scores + h * count + t, key, n, walk->latent[h] + c, wide);
+            for (int64_t i = 0; i < n; i++) key[i] += wide;
+        }
+    }
 }
 
 static void attend_group(const attention_job *job, int64_t r, int64_t first_head, int64_t heads,
@@ -96,27 +134,15 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
     const clb_selection *keys = &s->selected[job->first + r];
-    const float *key[KEY_TILE];
-    int64_t width = c->kv_lora + c->rope, count = keys->count, n;
-    float *latent[HEAD_GROUP];
-    for (int64_t h = 0; h < heads; h++) latent[h] = latent_of(job, first_head + h, r);
-    for (int64_t t = 0; t < count; t += n) {
-        n = count - t < KEY_TILE ? count - t : KEY_TILE;
-        find_keys(job, keys, t, n, key);
-        for (int64_t h = 0; h < heads; h++)
-            k->dots(key, n, latent[h], width, scores + h * count + t);
-    }
+    key_walk walk = {k, keys, job->kv, c->kv_lora + c->rope, c->kv_lora, heads, {0}, scores};
+    for (int64_t h = 0; h < heads; h++) walk.latent[h] = latent_of(job, first_head + h, r);
+    score_keys(&walk);
     for (int64_t h = 0; h < heads; h++) {
-        k->scale(1.0f / sqrtf((float)(c->nope + c->rope)), scores + h * count, count);
-        k->softmax(scores + h * count, count);
-        memset(latent[h], 0, (size_t)c->kv_lora * sizeof *latent[h]);
+        k->scale(1.0f / sqrtf((float)(c->nope + c->rope)), scores + h * keys->count, keys->count);
+        k->softmax(scores + h * keys->count, keys->count);
+        memset(walk.latent[h], 0, (size_t)c->kv_lora * sizeof *walk.latent[h]);
     }
-    for (int64_t t = 0; t < count; t += n) {
-        n = count - t < KEY_TILE ? count - t : KEY_TILE;
-        find_keys(job, keys, t, n, key);
-        for (int64_t h = 0; h < heads; h++)
-            k->axpys(scores + h * count + t, key, n, latent[h], c->kv_lora);
-    }
+    mix_latents(&walk);
 }
 
 static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {

@@ -3,6 +3,7 @@
 #include "encode.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
 
@@ -304,8 +305,10 @@ static inline void pairs_turn(const int16_t *x, int64_t n, int16_t *turned) {
 #endif
 
 clb_encode_fn *clb_encode_avx2(void) {
+    unsigned a, b, c, d;
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? encode_rows : NULL;
+    int f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C; /* older compilers cannot ask */
+    return f16c && __builtin_cpu_supports("avx2") ? encode_rows : NULL;
 }
 
 #else

@@ -150,6 +150,11 @@ CLB_INLINE eight scale_at(const scales *s, int each, int i, int j, int64_t k, co
     return eight_mul(eight_splat(&s->of[i][each ? k : 0]), eight_splat(x));
 }
 
+/* Asks for memory that may lie past the matrix: never read, so an address and no pointer. */
+CLB_INLINE void fetch_ahead(const uint8_t *p) {
+    __builtin_prefetch((const void *)((uintptr_t)p + AHEAD));
+}
+
 /* Blocks [b, b + n) of outputs x rows, whose scales begin at k; `bytes` is the first of output 0,
    output 1 is `next` away. */
 CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, int64_t b, int64_t n,
@@ -163,7 +168,7 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
         for (int i = 0; i < outputs; i++) {
             packed w = load_block(format, bytes + i * next);
             if (rows == 1 && scale->both)
-                __builtin_prefetch(bytes + i * next + AHEAD, 0, 3);
+                fetch_ahead(bytes + i * next);
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
                 acc[i * rows + j] = eight_fma(block_sums(format, w, q + j * row_q),
