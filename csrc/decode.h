@@ -94,7 +94,7 @@ static inline void clb_unpack_int4(const uint8_t *p, int8_t *out) {
     }
 }
 
-/* Four values a lane as the bytes of one word: two-bit fields spread to bytes, then less offset. */
+/* Four values as the bytes of one word: two-bit fields spread to bytes, then less offset. */
 static inline uint32_t clb_spread_pairs(uint32_t byte) {
     return (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
 }
@@ -104,7 +104,7 @@ static inline uint32_t clb_less(uint32_t bytes, uint32_t offsets) {
 }
 
 static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
-    uint32_t words[CLB_LANES], high[2]; /* eight lanes' high bits, four each */
+    uint32_t words[CLB_BLOCK / 4], high[2]; /* the high bits of eight fours each */
     memcpy(high, p + 16, sizeof high);
     for (int half = 0; half < 2; half++)
         for (int l = 0; l < 8; l++) {
@@ -117,13 +117,13 @@ static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
 }
 
 static inline void clb_unpack_int2(const uint8_t *p, int8_t *out) {
-    uint32_t words[CLB_LANES];
-    for (int l = 0; l < CLB_LANES; l++)
+    uint32_t words[CLB_BLOCK / 4];
+    for (int l = 0; l < CLB_BLOCK / 4; l++)
         words[l] = clb_less(clb_spread_pairs(p[l]), 0x02020202u);
     memcpy(out, words, sizeof words);
 }
 
-/* One whole block as 64 signed values in the order the lanes own them: [lane][4]. */
+/* One whole block as 64 signed values, in the order of the activations' q. */
 static inline void clb_unpack(int32_t format, const uint8_t *p, int8_t *out) {
     switch (format) {
     case CLB_INT4: clb_unpack_int4(p, out); break;

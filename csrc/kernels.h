@@ -56,6 +56,7 @@ static inline clb_acts clb_acts_of(const float *x, int64_t x_stride, int64_t row
     return (clb_acts){rows, cols, blocks, padded, x, x_stride, NULL, NULL, NULL};
 }
 
+/* Rows [first, last) of them. */
 static inline clb_acts clb_acts_part(const clb_acts *acts, int64_t first, int64_t last) {
     clb_acts part = *acts;
     part.rows = last - first;
@@ -66,12 +67,16 @@ static inline clb_acts clb_acts_part(const clb_acts *acts, int64_t first, int64_
     return part;
 }
 
+static inline int64_t clb_scale_size(const clb_matrix *w) { /* bytes */
+    return w->scale_format == CLB_F16 ? 2 : 4;
+}
+
 /* Output rows [first, first + count) as a matrix of their own. */
 static inline clb_matrix clb_matrix_part(const clb_matrix *w, int64_t first, int64_t count) {
     clb_matrix part = *w;
     part.rows = count;
     part.data += first * w->row_bytes;
-    if (w->scales) part.scales += first * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
+    if (w->scales) part.scales += first * w->row_scales * clb_scale_size(w);
     return part;
 }
 

@@ -2,7 +2,7 @@
 #include <stddef.h>
 #include "kernels.h"
 
-#if CLB_AVX_VNNI_BUILDS
+#if CLB_AVX_VNNI_BUILDS || defined(CLB_EMULATED_AVX_VNNI)
 #include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>

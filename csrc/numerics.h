@@ -451,7 +451,7 @@ static inline float stored_scale(const uint8_t *p, int32_t format) {
 }
 
 static inline void dequantize_groups(const clb_matrix *w, int64_t row, float *out) {
-    const int64_t size = w->scale_format == CLB_F16 ? 2 : 4, group = w->group ? w->group : w->cols;
+    const int64_t size = clb_scale_size(w), group = w->group ? w->group : w->cols;
     const uint8_t *scale = w->scales + row * w->row_scales * size;
     for (int64_t i = 0; i < w->cols; i += group, scale += size) {
         float factor = stored_scale(scale, w->scale_format);

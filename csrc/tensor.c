@@ -6,7 +6,7 @@ bool clb_is_float(int32_t format) {
 }
 
 int64_t clb_scale_bytes(const clb_matrix *w) {
-    return w->rows * w->row_scales * (w->scale_format == CLB_F16 ? 2 : 4);
+    return w->rows * w->row_scales * clb_scale_size(w);
 }
 
 int64_t clb_matrix_bytes(const clb_matrix *w) {

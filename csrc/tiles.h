@@ -14,10 +14,11 @@
 #endif
 
 enum {
+    FOURS = CLB_BLOCK / 4,
     SIDE = 4,   /* outputs and rows that share a pass over the weights */
     STRIP = 16, /* outputs that many rows pass over together: they stay in the first-level cache */
     AHEAD = 512, /* bytes fetched before one row of a long matrix needs them: memory 7 % faster */
-    SPREAD_GROUPS = CLB_RUN * CLB_LANES + CLB_EIGHT, /* groups of 4, and one load past them */
+    SPREAD_GROUPS = CLB_RUN * FOURS + CLB_EIGHT, /* groups of 4, and one load past them */
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
 };
 
@@ -100,8 +101,7 @@ CLB_INLINE void cut_blocks(const tile *t, int64_t b, int64_t size, int outputs,
 /* ---- scales that cover whole blocks ---------------------------------------------------------- */
 
 CLB_INLINE float row_scale(const clb_matrix *w, int64_t row) {
-    const int64_t size = w->scale_format == CLB_F16 ? 2 : 4;
-    return stored_scale(w->scales + row * w->row_scales * size, w->scale_format);
+    return stored_scale(w->scales + row * w->row_scales * clb_scale_size(w), w->scale_format);
 }
 
 /* Weight scales of blocks [b, b + 8) of a row, one by one; past its end +0. */
@@ -257,7 +257,7 @@ typedef struct run { /* up to CLB_RUN blocks: where their bytes begin, and their
     const uint8_t *bytes[SIDE]; /* [output] */
     float group[SIDE][SPREAD_GROUPS];  /* [output]: scales of the groups the run meets */
     int32_t base[CLB_RUN];             /* the block's first group in group[] */
-    int32_t lane[CLB_RUN][CLB_LANES];  /* from base: eight lanes' first fours, then the others */
+    int32_t lane[CLB_RUN][FOURS];      /* from base: eight lanes' first fours, then the others */
     uint8_t copy[SIDE][CLB_BLOCK];     /* [output]: a last block with bytes missing, then zeros */
 } run;
 
@@ -276,7 +276,7 @@ static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run 
     int32_t apart = t->w->format == CLB_INT4 ? 8 : 4; /* inputs from lane to lane */
     for (int64_t k = 0; k < n; k++) {
         int32_t border = (int32_t)(group - phase < CLB_BLOCK ? group - phase : CLB_BLOCK);
-        for (int l = 0; l < CLB_LANES; l++) {
+        for (int l = 0; l < FOURS; l++) {
             int32_t past = apart * l % CLB_BLOCK - border, whole = past * reciprocal >> 16;
             at->lane[k][l] = past < 0 ? 0 : 1 + whole;
         }

@@ -28,7 +28,7 @@ from colibri.knobs import Settings
 from colibri.layout import Formats
 from colibri.locality import TEXT, Locality, lru, of_trace
 from colibri.memory import RESERVE
-from colibri.probe import ASSUMED_LATENCY, MANY, STEP_AT, Speeds
+from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
 
@@ -82,6 +82,9 @@ def test_a_container_is_counted_as_it_is(demo_container):
     config = demo_container.config
     planned = of_config("demo", config, Formats())
     assert planned.expert == shape.expert and planned.token_bytes == shape.token_bytes
+    heads = config.num_attention_heads * config.num_hidden_layers
+    keys = heads * config.qk_nope_head_dim * config.kv_lora_rank
+    assert shape.dense.weights[ABSORBED] == keys  # kv_b's value rows multiply like the rest
     plain = of_container(demo_container, mtp=False)
     assert plain.resident == main and plain.layers == shape.layers - 1
 
