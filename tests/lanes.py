@@ -77,7 +77,7 @@ def exp(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         y = np.ldexp(e, np.clip(k, -200, 200).astype(np.int32))
     y = np.where(x > f32(hexes("0x1.62e43p+6")), f32(np.inf), y)
-    return np.where(x < f32(hexes("-0x1.5d58ap+6")), f32(0), y)
+    return np.where(x < f32(hexes("-0x1.5d589ep+6")), f32(0), y)
 
 
 EIGHT = 8  # lanes of a quantised output

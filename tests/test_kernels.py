@@ -308,6 +308,17 @@ def test_the_ends_of_the_exponential():
     assert np.isnan(numerics("scalar", lib.CLB_TEST_SOFTMAX, np.array([0, np.nan, 1], f32))).all()
 
 
+@isas
+def test_the_exponential_ends_at_the_same_float(isa):
+    """Of the floats around ln 2^-126 and the largest finite e^x, C and NumPy cut off the same."""
+    ends = np.array([np.log(2.0**-126), -np.log(2.0**128)], f32)
+    near = (ends.view(np.int32)[:, None] + np.arange(-20, 20, dtype=np.int32)).ravel().view(f32)
+    a = np.append(f32(0), near)  # the greatest: softmax takes each e^x as it is
+    assert_same(numerics(isa, lib.CLB_TEST_SOFTMAX, a), softmax(a))
+    with np.errstate(over="ignore"):
+        assert_same(numerics(isa, lib.CLB_TEST_SIGMOID, near), Lanes().sigmoid(near))
+
+
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, 2**20), seed=st.integers(0, 2**32))
 def test_rotary_angles(position, seed):
