@@ -49,7 +49,7 @@ sanitize: build/test_kernels build/sanitize/colibri/_core.abi3.so $(VENV)/tools
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitize \
 	    $(BIN)/pytest $(SANITIZED:%=tests/test_%.py)
 
-## docs: write what is generated: docs/knobs.md
+## docs: write what is generated: docs/knobs.md, and the list of files in docs/structure.md
 docs: $(BUILT)
 	$(BIN)/python tools/make_docs.py
 
