@@ -196,7 +196,8 @@ KNOBS = (
          "up to 32768, less where the model's limit or memory says so", MACHINE, also=("CTX",)),
     Knob("ram", "--ram", Size(),
          "Memory for dense weights, caches and experts together; the run is refused when the first "
-         "two and one expert a layer need more. (The page cache of --io mmap is not limited.)",
+         "two need more, with --io buffered or direct also when not one expert a layer fits beside "
+         "them. (The page cache of --io mmap is not limited.)",
          "what is free, cgroup limits included", MACHINE, also=("RAM_GB",)),
     Knob("io", "--io", Choice(("auto", "mmap", "buffered", "direct")),
          "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
@@ -256,8 +257,8 @@ KNOBS = (
     Knob("quiet", "--quiet", Switch(), "Write nothing but the answer and errors.", "off", OUTPUT,
          default=False),
     Knob("state", "", Text(),
-         "Directory of saved conversations, of what was typed in chats, and of which experts were "
-         "in memory; off keeps nothing.",
+         "Directory of saved conversations, of what was typed in chats, of which experts were in "
+         "memory, and of how each disk is best read; off keeps nothing.",
          "colibri in XDG_STATE_HOME, else in ~/.local/state", PROCESS),
     Knob("debug", "", Switch(), "Show the traceback of an error.", "off", PROCESS, default=False,
          also=("COLI_DEBUG",)),
