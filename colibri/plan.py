@@ -51,7 +51,8 @@ def make_plan(
     """Divide `budget` bytes; `reserve` of them stay with Python and the tokenizer.
 
     With io "auto", `streamed` says how experts are best read when not all of them stay in memory.
-    UsageError when the dense part and the session do not fit, or not one slot a layer remains.
+    UsageError when the dense part and the session do not fit, or, with io buffered or direct, not
+    one slot a layer remains.
     """
     fixed = demand.dense + demand.session + reserve
     left = budget - fixed

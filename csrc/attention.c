@@ -9,7 +9,7 @@ enum {
     KEY_TILE = 32,    /* keys all heads of a group visit together: they stay in L2 */
     NEAR_KEYS = 8,    /* so many of them stay in L1, */
     NEAR_WIDTH = 128, /* or of all of them so many numbers */
-    ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
+    ROW_TILE = 8,     /* rows of kv_b dequantised together: they stay in L1 */
 };
 
 typedef struct attention_job {

@@ -473,7 +473,7 @@ static inline void dequantize_all(const clb_matrix *w, int64_t first, int64_t co
 
 /* The entries of a table that are the same code for every instruction set. */
 #define CLB_NUMERICS_ENTRIES                                                                       \
-    .quantize = quantize_all, .dequantize = dequantize_all, .dot = dot_lanes,              \
+    .quantize = quantize_all, .dequantize = dequantize_all, .dot = dot_lanes,                      \
     .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
     .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,                    \
     .sigmoid = sigmoid_all, .swiglu = swiglu_all, .rope = rope_all,                                \
