@@ -162,6 +162,35 @@ static inline packed nibbles(const uint8_t *p) { /* 0..15 */
                     half_of(vshrq_n_u8(x, 4), vshrq_n_u8(y, 4))};
 }
 
+/* 16 values from four bytes p[first..first + 3]: each byte four times, its copies shifted apart. */
+static inline uint8x16_t two_bits(uint8x16_t x, uint8_t first) {
+    static const uint8_t byte[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+    static const int8_t down[16] = {0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6};
+    uint8x16_t own = vqtbl1q_u8(x, vaddq_u8(vld1q_u8(byte), vdupq_n_u8(first)));
+    return vandq_u8(vshlq_u8(own, vld1q_s8(down)), vdupq_n_u8(3));
+}
+
+static inline packed int2_bytes(const uint8_t *p) { /* -2..1 */
+    uint8x16_t x = vld1q_u8(p), two = vdupq_n_u8(2);
+    return (packed){half_of(vsubq_u8(two_bits(x, 0), two), vsubq_u8(two_bits(x, 4), two)),
+                    half_of(vsubq_u8(two_bits(x, 8), two), vsubq_u8(two_bits(x, 12), two))};
+}
+
+/* 16 values less 4 where their bit of p[first], p[first + 1] is 0. */
+static inline uint8x16_t with_high(uint8x16_t low, uint8x16_t high, uint8_t first) {
+    static const uint8_t byte[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    static const uint8_t bit[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint8x16_t own = vqtbl1q_u8(high, vaddq_u8(vld1q_u8(byte), vdupq_n_u8(first)));
+    return vsubq_u8(low, vbicq_u8(vdupq_n_u8(4), vtstq_u8(own, vld1q_u8(bit))));
+}
+
+static inline packed int3_bytes(const uint8_t *p) { /* -4..3: two low bits each, then high bits */
+    uint8x16_t x = vld1q_u8(p), high = vcombine_u8(vld1_u8(p + 16), vdup_n_u8(0));
+    return (packed){
+        half_of(with_high(two_bits(x, 0), high, 0), with_high(two_bits(x, 4), high, 2)),
+        half_of(with_high(two_bits(x, 8), high, 4), with_high(two_bits(x, 12), high, 6))};
+}
+
 static inline half less_eight(half w) {
     return (half){vsubq_s8(w.a, vdupq_n_s8(8)), vsubq_s8(w.b, vdupq_n_s8(8))};
 }

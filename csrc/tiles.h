@@ -22,22 +22,27 @@ enum {
     PANEL_BYTES = 192 << 10, /* quantised activations that stay in the second-level cache */
 };
 
+typedef enum { /* what a scale covers; each has tiles of its own */
+    NOTHING, /* a float format */
+    BLOCKS,  /* whole blocks: one, several, or a row */
+    LANES,   /* groups that end inside blocks */
+} scale_cover;
+
+typedef enum { /* where scales of whole blocks are */
+    ROW_SCALE,  /* one a row */
+    F16_SCALES, /* one a block */
+    F32_SCALES,
+    GROUP_SCALES, /* one for several blocks, of either format */
+} scale_kind;
+
 typedef struct tile { /* outputs o, o + apart, o + 2 apart..; rows from r on */
     const clb_matrix *w;
     const clb_acts *x;
+    scale_kind kind;
     int64_t o, apart, r;
     float *y;
     int64_t y_stride;
 } tile;
-
-typedef enum { /* where a matrix has its scales */
-    NO_SCALES,  /* a float format */
-    ROW_SCALE,  /* one a row */
-    F16_SCALES, /* one a block */
-    F32_SCALES,
-    GROUP_SCALES, /* groups of whole blocks, of either format */
-    LANE_SCALES,  /* groups that end inside blocks */
-} scale_kind;
 
 /* ---- a block of weights times a block of activations ---------------------------------------- */
 
@@ -50,12 +55,7 @@ CLB_INLINE packed load_block(int32_t format, const uint8_t *p) {
         return nibbles(p);
     if (format == CLB_INT8)
         return load_bytes(p);
-    int8_t values[CLB_BLOCK];
-    if (format == CLB_INT3)
-        clb_unpack_int3(p, values);
-    else
-        clb_unpack_int2(p, values);
-    return load_bytes((const uint8_t *)values);
+    return format == CLB_INT3 ? int3_bytes(p) : int2_bytes(p);
 }
 
 /* Eight exact sums of eight products, as floats; nibbles count as 0..15. */
@@ -100,54 +100,92 @@ CLB_INLINE void cut_blocks(const tile *t, int64_t b, int64_t size, int outputs,
 
 /* ---- scales that cover whole blocks ---------------------------------------------------------- */
 
-CLB_INLINE float row_scale(const clb_matrix *w, int64_t row) {
-    return stored_scale(w->scales + row * w->row_scales * clb_scale_size(w), w->scale_format);
+static scale_kind kind_of(const clb_matrix *w) {
+    if (w->row_scales == 1)
+        return ROW_SCALE;
+    if (w->group != CLB_BLOCK)
+        return GROUP_SCALES;
+    return w->scale_format == CLB_F16 ? F16_SCALES : F32_SCALES;
 }
 
 /* Weight scales of blocks [b, b + 8) of a row, one by one; past its end +0. */
 CLB_APART eight gather_scales(const clb_matrix *w, int64_t row, int64_t b) {
+    const int64_t size = clb_scale_size(w), blocks = w->group / CLB_BLOCK; /* of a group */
+    const uint8_t *at = w->scales + (row * w->row_scales + b / blocks) * size;
     float of[CLB_EIGHT] = {0};
-    for (int k = 0; k < CLB_EIGHT && (b + k) * CLB_BLOCK < w->cols; k++)
-        of[k] = clb_scale_of_block(w, row, b + k);
+    for (int64_t k = 0, left = blocks - b % blocks; k < CLB_EIGHT && (b + k) * CLB_BLOCK < w->cols;
+         k++, left--) {
+        if (left == 0) {
+            at += size;
+            left = blocks;
+        }
+        of[k] = stored_scale(at, w->scale_format);
+    }
     return eight_load(of);
 }
 
-/* The same in the quickest way, read at once while the matrix has so many; the +0 for int4 only,
-   where all eight are used. */
-CLB_INLINE eight weight_scales(const tile *t, int32_t format, int i, int64_t b, scale_kind kind) {
+typedef struct rows_at { /* a tile's rows of activations from block 0 on */
+    const int8_t *q;
+    const float *scale, *less;
+    int64_t row_q, padded; /* from one row to the next */
+    int64_t blocks;
+} rows_at;
+
+CLB_INLINE rows_at rows_of(const tile *t) {
+    const clb_acts *x = t->x;
+    return (rows_at){x->q + t->r * x->blocks * CLB_BLOCK, x->scale + t->r * x->padded,
+                     x->less + t->r * x->padded, x->blocks * CLB_BLOCK, x->padded, x->blocks};
+}
+
+typedef struct scales_at { /* a tile's scales from block 0 of output 0 on */
+    const uint8_t *first;
+    int64_t next, left; /* scales from one output to the next, and to the end of the matrix */
+} scales_at;
+
+CLB_INLINE scales_at scales_of(const tile *t) {
     const clb_matrix *w = t->w;
-    const int64_t row = t->o + i * t->apart, at = row * w->row_scales + b, n = t->x->blocks - b;
+    const int64_t at = t->o * w->row_scales;
+    return (scales_at){w->scales + at * clb_scale_size(w), t->apart * w->row_scales,
+                       w->rows * w->row_scales - at};
+}
+
+/* The same in the quickest way, read at once while the matrix has so many; the +0 for int4 only,
+   where all eight are used. n: blocks from b on. */
+CLB_INLINE eight weight_scales(const tile *t, const scales_at *s, int32_t format, int i, int64_t b,
+                               int64_t n) {
+    const int64_t at = i * s->next + b;
     eight of;
-    if (kind == ROW_SCALE) {
-        float one = row_scale(w, row);
+    if (t->kind == ROW_SCALE) {
+        float one = stored_scale(s->first + i * s->next * clb_scale_size(t->w),
+                                 t->w->scale_format);
         of = eight_splat(&one);
-    } else if (kind == GROUP_SCALES || at + CLB_EIGHT > w->rows * w->row_scales) {
-        return gather_scales(w, row, b);
+    } else if (t->kind == GROUP_SCALES || at + CLB_EIGHT > s->left) {
+        return gather_scales(t->w, t->o + i * t->apart, b);
     } else {
-        of = kind == F16_SCALES ? eight_load_f16(w->scales + 2 * at)
-                                : eight_load_f32(w->scales + 4 * at);
+        of = t->kind == F16_SCALES ? eight_load_f16(s->first + 2 * at)
+                                   : eight_load_f32(s->first + 4 * at);
     }
     return format == CLB_INT4 && n < CLB_EIGHT ? eight_first(of, n) : of;
 }
 
-CLB_INLINE eight times_row(const tile *t, int64_t b, int j, eight of) {
-    return eight_mul(of, eight_load(t->x->scale + (t->r + j) * t->x->padded + b));
+typedef struct scales { /* of outputs x rows: both factors multiplied, or a weight's alone */
+    float (*both)[SIDE][CLB_RUN]; /* [output][row][block], or NULL and.. */
+    float (*of)[CLB_EIGHT];       /* [output][block] */
+} scales;
+
+CLB_INLINE eight scale_at(const scales *s, int i, int j, int64_t k, const float *x) {
+    if (s->both)
+        return eight_splat(&s->both[i][j][k]);
+    return eight_mul(eight_splat(&s->of[i][k]), eight_splat(x));
+}
+
+CLB_INLINE eight times_row(const rows_at *x, int64_t b, int j, eight of) {
+    return eight_mul(of, eight_load(x->scale + j * x->padded + b));
 }
 
 /* Takes off what the nibbles of blocks [b, b + 8) have too much. */
-CLB_INLINE void take_off(const tile *t, int64_t b, int j, eight scale, eight *acc) {
-    *acc = eight_fma(scale, eight_load(t->x->less + (t->r + j) * t->x->padded + b), *acc);
-}
-
-typedef struct scales { /* of outputs x rows: both factors multiplied, or a weight's alone */
-    float (*both)[SIDE][CLB_RUN]; /* [output][row][block], or NULL and.. */
-    float (*of)[CLB_EIGHT];       /* [output][block, or 0 for all] */
-} scales;
-
-CLB_INLINE eight scale_at(const scales *s, int each, int i, int j, int64_t k, const float *x) {
-    if (s->both)
-        return eight_splat(&s->both[i][j][k]);
-    return eight_mul(eight_splat(&s->of[i][each ? k : 0]), eight_splat(x));
+CLB_INLINE eight take_off(const rows_at *x, int64_t b, int j, eight scale, eight acc) {
+    return eight_fma(scale, eight_load(x->less + j * x->padded + b), acc);
 }
 
 /* Asks for memory that may lie past the matrix: never read, so an address and no pointer. */
@@ -157,13 +195,12 @@ CLB_INLINE void fetch_ahead(const uint8_t *p) {
 
 /* Blocks [b, b + n) of outputs x rows, whose scales begin at k; `bytes` is the first of output 0,
    output 1 is `next` away. */
-CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, int64_t b, int64_t n,
-                            int32_t format, int outputs, int rows, const scales *scale, int each,
+CLB_INLINE void block_steps(const rows_at *x, const uint8_t *bytes, int64_t next, int64_t b,
+                            int64_t n, int32_t format, int outputs, int rows, const scales *scale,
                             int64_t k, eight *acc) {
-    const int64_t row_q = t->x->blocks * CLB_BLOCK, padded = t->x->padded;
-    const int8_t *q = t->x->q + t->r * row_q + b * CLB_BLOCK;
-    const float *x = t->x->scale + t->r * padded + b;
-    for (int64_t end = k + n; k < end; k++, x++) {
+    const int8_t *q = x->q + b * CLB_BLOCK;
+    const float *one = x->scale + b;
+    for (int64_t end = k + n; k < end; k++, one++) {
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
             packed w = load_block(format, bytes + i * next);
@@ -171,8 +208,8 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
                 fetch_ahead(bytes + i * next);
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
-                acc[i * rows + j] = eight_fma(block_sums(format, w, q + j * row_q),
-                                              scale_at(scale, each, i, j, k, x + j * padded),
+                acc[i * rows + j] = eight_fma(block_sums(format, w, q + j * x->row_q),
+                                              scale_at(scale, i, j, k, one + j * x->padded),
                                               acc[i * rows + j]);
         }
         bytes += clb_block_bytes(format);
@@ -181,73 +218,71 @@ CLB_INLINE void block_steps(const tile *t, const uint8_t *bytes, int64_t next, i
 }
 
 /* The last block of each output when bytes of it are missing, its scales at k. */
-CLB_INLINE void cut_block(const tile *t, int32_t format, int outputs, int rows,
-                          const scales *scale, int each, int64_t k, eight *acc) {
+CLB_INLINE void cut_block(const tile *t, const rows_at *x, int32_t format, int outputs, int rows,
+                          const scales *scale, int64_t k, eight *acc) {
     const int64_t size = clb_block_bytes(format), whole = t->w->row_bytes / size;
     uint8_t copy[SIDE][CLB_BLOCK];
     cut_blocks(t, whole, size, outputs, copy);
-    block_steps(t, copy[0], CLB_BLOCK, whole, 1, format, outputs, rows, scale, each, k, acc);
+    block_steps(x, copy[0], CLB_BLOCK, whole, 1, format, outputs, rows, scale, k, acc);
 }
 
-CLB_INLINE void block_tile(const tile *t, int32_t format, scale_kind kind, int outputs, int rows) {
-    const int64_t size = clb_block_bytes(format), row_bytes = t->w->row_bytes;
-    const int64_t whole = row_bytes / size, blocks = t->x->blocks;
-    const uint8_t *bytes = t->w->data + t->o * row_bytes;
+CLB_INLINE void block_tile(const tile *t, int32_t format, int outputs, int rows) {
+    const int64_t size = clb_block_bytes(format), next = t->apart * t->w->row_bytes;
+    const int64_t whole = t->w->row_bytes / size;
+    const uint8_t *bytes = t->w->data + t->o * t->w->row_bytes;
+    const rows_at x = rows_of(t);
+    const scales_at stored = scales_of(t);
     float both[SIDE][SIDE][CLB_RUN];
     const scales scale = {both, NULL};
     eight acc[SIDE * SIDE];
     clear(acc, outputs * rows);
-    for (int64_t b = 0; b < blocks; b += CLB_RUN) {
-        int64_t n = blocks - b < CLB_RUN ? blocks - b : CLB_RUN;
+    for (int64_t b = 0; b < x.blocks; b += CLB_RUN) {
+        int64_t n = x.blocks - b < CLB_RUN ? x.blocks - b : CLB_RUN;
         int64_t there = whole - b < n ? whole - b : n; /* blocks whose every byte is there */
         for (int64_t k = 0; k < n; k += CLB_EIGHT) {
             CLB_UNROLL
             for (int i = 0; i < outputs; i++) {
-                eight of = weight_scales(t, format, i, b + k, kind);
+                eight of = weight_scales(t, &stored, format, i, b + k, n - k);
                 CLB_UNROLL
                 for (int j = 0; j < rows; j++) {
-                    eight factor = times_row(t, b + k, j, of);
+                    eight factor = times_row(&x, b + k, j, of);
                     eight_store(both[i][j] + k, factor);
                     if (format == CLB_INT4)
-                        take_off(t, b + k, j, factor, acc + i * rows + j);
+                        acc[i * rows + j] = take_off(&x, b + k, j, factor, acc[i * rows + j]);
                 }
             }
         }
-        block_steps(t, bytes + b * size, t->apart * row_bytes, b, there, format, outputs, rows,
-                    &scale, 1, 0, acc);
+        block_steps(&x, bytes + b * size, next, b, there, format, outputs, rows, &scale, 0, acc);
         if (there < n)
-            cut_block(t, format, outputs, rows, &scale, 1, there, acc);
+            cut_block(t, &x, format, outputs, rows, &scale, there, acc);
     }
     store_tile(t, acc, outputs, rows);
 }
 
 /* The same for rows of at most eight blocks, where multiplying the scales first and reading them
    back would take as long as the products. */
-CLB_INLINE void short_tile(const tile *t, int32_t format, scale_kind kind, int outputs, int rows) {
-    const int each = kind != ROW_SCALE;
+CLB_INLINE void short_tile(const tile *t, int32_t format, int outputs, int rows) {
     const int64_t whole = t->w->row_bytes / clb_block_bytes(format);
+    const rows_at x = rows_of(t);
+    const scales_at stored = scales_of(t);
     float of[SIDE][CLB_EIGHT];
     const scales scale = {NULL, of};
     eight acc[SIDE * SIDE];
     clear(acc, outputs * rows);
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
-        if (!each)
-            of[i][0] = row_scale(t->w, t->o + i * t->apart);
-        if (!each && format != CLB_INT4)
-            continue;
-        eight factor = weight_scales(t, format, i, 0, kind);
-        if (each)
-            eight_store(of[i], factor);
+        eight factor = weight_scales(t, &stored, format, i, 0, x.blocks);
+        eight_store(of[i], factor);
         CLB_UNROLL
         for (int j = 0; j < rows; j++)
             if (format == CLB_INT4)
-                take_off(t, 0, j, times_row(t, 0, j, factor), acc + i * rows + j);
+                acc[i * rows + j] = take_off(&x, 0, j, times_row(&x, 0, j, factor),
+                                             acc[i * rows + j]);
     }
-    block_steps(t, t->w->data + t->o * t->w->row_bytes, t->apart * t->w->row_bytes, 0, whole,
-                format, outputs, rows, &scale, each, 0, acc);
-    if (whole < t->x->blocks)
-        cut_block(t, format, outputs, rows, &scale, each, whole, acc);
+    block_steps(&x, t->w->data + t->o * t->w->row_bytes, t->apart * t->w->row_bytes, 0, whole,
+                format, outputs, rows, &scale, 0, acc);
+    if (whole < x.blocks)
+        cut_block(t, &x, format, outputs, rows, &scale, whole, acc);
     store_tile(t, acc, outputs, rows);
 }
 
@@ -399,81 +434,89 @@ CLB_INLINE void float_tile(const tile *t, int32_t format, int outputs, int rows)
 
 /* ---- walking the outputs and rows ----------------------------------------------------------- */
 
-CLB_INLINE void any_tile(const tile *t, int32_t format, scale_kind kind, int outputs, int rows) {
-    if (kind == NO_SCALES)
+CLB_INLINE void any_tile(const tile *t, int32_t format, scale_cover cover, int outputs, int rows) {
+    if (cover == NOTHING)
         float_tile(t, format, outputs, rows);
-    else if (kind == LANE_SCALES)
+    else if (cover == LANES)
         spread_tile(t, format, outputs, rows);
-    else if (format < CLB_INT3 && kind != GROUP_SCALES && t->x->blocks <= CLB_EIGHT)
-        short_tile(t, format, kind, outputs, rows);
+    else if (t->x->blocks <= CLB_EIGHT)
+        short_tile(t, format, outputs, rows);
     else
-        block_tile(t, format, kind, outputs, rows);
+        block_tile(t, format, outputs, rows);
 }
 
-/* `count` outputs from t.o on, in tiles of `wide` and then of one. Outputs of a tile are as far
-   apart as can be: streams from distant pages are fetched ahead side by side, 15 GB/s with four
-   of them against 11 with one and 7 with four inside a page (Zen 3). */
-CLB_INLINE void tile_row(tile t, int64_t count, int32_t format, scale_kind kind, int wide,
+/* `count` outputs from t.o on, in tiles of `wide`; the few that are left one by one. Outputs of a
+   tile are as far apart as can be: streams from distant pages are fetched ahead side by side,
+   15 GB/s with four of them against 11 with one and 7 with four inside a page (Zen 3). */
+CLB_INLINE void tile_row(tile t, int64_t count, int32_t format, scale_cover cover, int wide,
                          int rows) {
     int64_t end = t.o + count;
     t.apart = count / wide;
     for (int64_t k = 0; k < t.apart; k++, t.o++)
-        any_tile(&t, format, kind, wide, rows);
+        any_tile(&t, format, cover, wide, rows);
     t.o += (wide - 1) * t.apart;
     for (t.apart = 1; t.o < end; t.o++)
-        any_tile(&t, format, kind, 1, rows);
+        for (tile one = t; one.r < t.r + rows; one.r++)
+            any_tile(&one, format, cover, 1, 1);
 }
 
+typedef void tile_row_fn(const tile *t, int64_t count);
+
 /* A few rows pass over all outputs at once; more of them take a strip of outputs after the other,
-   in panels of rows that stay in the second-level cache. `wide`: outputs of a tile at 1,
-   2, 3 and 4 rows. */
-CLB_INLINE void linear_tiles(tile t, int64_t first, int64_t last, int32_t format, scale_kind kind,
-                             const int *wide) {
+   in panels of rows that stay in the second-level cache. `by_rows`: for 1, 2, 3 and 4 rows. */
+static void linear_tiles(tile t, int64_t first, int64_t last, tile_row_fn *const *by_rows) {
     const int64_t rows = t.x->rows, row_size = t.x->blocks * CLB_BLOCK;
     const int64_t fits = PANEL_BYTES / row_size / SIDE * SIDE, panel = fits > SIDE ? fits : SIDE;
     const int64_t step = rows < SIDE ? last - first : STRIP;
     for (int64_t r = 0; r < rows; r += panel) {
         int64_t end = r + panel < rows ? r + panel : rows;
-        for (t.o = first; t.o < last; t.o += step) {
-            int64_t count = last - t.o < step ? last - t.o : step;
-            for (t.r = r; t.r < end; t.r += SIDE) {
-                switch (end - t.r) {
-                case 1: tile_row(t, count, format, kind, wide[0], 1); break;
-                case 2: tile_row(t, count, format, kind, wide[1], 2); break;
-                case 3: tile_row(t, count, format, kind, wide[2], 3); break;
-                default: tile_row(t, count, format, kind, wide[3], 4);
-                }
-            }
-        }
+        for (t.o = first; t.o < last; t.o += step)
+            for (t.r = r; t.r < end; t.r += SIDE)
+                by_rows[end - t.r < SIDE ? end - t.r - 1 : SIDE - 1](
+                    &t, last - t.o < step ? last - t.o : step);
     }
 }
 
 #define LANE_WIDE 4, 2, 1, 1 /* outputs share the work of spreading scales over lanes */
 
-#define CLB_LINEAR(name, format, kind, ...)                                                        \
+/* One function a number of rows: apart from each other they have registers enough. A kind that is
+   a constant is settled by the compiler. */
+#define CLB_TILE_ROW(name, format, cover, kind_, wide, rows)                                       \
+    CLB_APART void name(const tile *t, int64_t count) {                                            \
+        tile own = *t;                                                                             \
+        own.kind = kind_;                                                                          \
+        tile_row(own, count, format, cover, wide, rows);                                           \
+    }
+#define CLB_TILE_ROWS(name, format, cover, kind, one, two, three, four)                            \
+    CLB_TILE_ROW(name##_1, format, cover, kind, one, 1)                                            \
+    CLB_TILE_ROW(name##_2, format, cover, kind, two, 2)                                            \
+    CLB_TILE_ROW(name##_3, format, cover, kind, three, 3)                                          \
+    CLB_TILE_ROW(name##_4, format, cover, kind, four, 4)
+#define CLB_LINEAR(name, ...)                                                                      \
+    CLB_TILE_ROWS(name, __VA_ARGS__)                                                               \
     static void name(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,          \
                      float *y, int64_t y_stride) {                                                 \
-        static const int wide[4] = {__VA_ARGS__};                                                  \
-        linear_tiles((tile){w, x, 0, 1, 0, y, y_stride}, first, last, format, kind, wide);         \
+        static tile_row_fn *const by_rows[SIDE] = {name##_1, name##_2, name##_3, name##_4};        \
+        linear_tiles((tile){w, x, kind_of(w), 0, 1, 0, y, y_stride}, first, last, by_rows);        \
     }
 
-CLB_LINEAR(linear_f32, CLB_F32, NO_SCALES, FLOAT_WIDE)
-CLB_LINEAR(linear_bf16, CLB_BF16, NO_SCALES, FLOAT_WIDE)
-CLB_LINEAR(linear_f16, CLB_F16, NO_SCALES, 1, 1, 1, 1)
-CLB_LINEAR(int8_row, CLB_INT8, ROW_SCALE, TILE_WIDE)
-CLB_LINEAR(int8_groups, CLB_INT8, GROUP_SCALES, TILE_WIDE)
-CLB_LINEAR(int8_lanes, CLB_INT8, LANE_SCALES, LANE_WIDE)
-CLB_LINEAR(int4_row, CLB_INT4, ROW_SCALE, TILE_WIDE)
-CLB_LINEAR(int4_f16, CLB_INT4, F16_SCALES, TILE_WIDE)
-CLB_LINEAR(int4_f32, CLB_INT4, F32_SCALES, TILE_WIDE)
-CLB_LINEAR(int4_groups, CLB_INT4, GROUP_SCALES, TILE_WIDE)
-CLB_LINEAR(int4_lanes, CLB_INT4, LANE_SCALES, LANE_WIDE)
-CLB_LINEAR(linear_int3, CLB_INT3, GROUP_SCALES, 1, 1, 1, 1)
-CLB_LINEAR(linear_int2, CLB_INT2, ROW_SCALE, 1, 1, 1, 1)
+CLB_LINEAR(linear_f32, CLB_F32, NOTHING, ROW_SCALE, FLOAT_WIDE)
+CLB_LINEAR(linear_bf16, CLB_BF16, NOTHING, ROW_SCALE, FLOAT_WIDE)
+CLB_LINEAR(linear_f16, CLB_F16, NOTHING, ROW_SCALE, 1, 1, 1, 1)
+CLB_LINEAR(int8_row, CLB_INT8, BLOCKS, ROW_SCALE, TILE_WIDE)
+CLB_LINEAR(int8_blocks, CLB_INT8, BLOCKS, t->kind, TILE_WIDE)
+CLB_LINEAR(int8_lanes, CLB_INT8, LANES, ROW_SCALE, LANE_WIDE)
+CLB_LINEAR(int4_row, CLB_INT4, BLOCKS, ROW_SCALE, TILE_WIDE)
+CLB_LINEAR(int4_f16, CLB_INT4, BLOCKS, F16_SCALES, TILE_WIDE)
+CLB_LINEAR(int4_f32, CLB_INT4, BLOCKS, F32_SCALES, TILE_WIDE)
+CLB_LINEAR(int4_groups, CLB_INT4, BLOCKS, GROUP_SCALES, TILE_WIDE)
+CLB_LINEAR(int4_lanes, CLB_INT4, LANES, ROW_SCALE, LANE_WIDE)
+CLB_LINEAR(linear_int3, CLB_INT3, BLOCKS, t->kind, TILE_WIDE)
+CLB_LINEAR(linear_int2, CLB_INT2, BLOCKS, t->kind, TILE_WIDE)
 
 static void linear_int8(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
                         float *y, int64_t y_stride) {
-    clb_linear_fn *run = clb_whole_blocks(w) ? int8_groups : int8_lanes;
+    clb_linear_fn *run = clb_whole_blocks(w) ? int8_blocks : int8_lanes;
     if (w->row_scales == 1)
         run = int8_row;
     run(w, x, first, last, y, y_stride);
@@ -481,14 +524,8 @@ static void linear_int8(const clb_matrix *w, const clb_acts *x, int64_t first, i
 
 static void linear_int4(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
                         float *y, int64_t y_stride) {
-    clb_linear_fn *run = int4_groups;
-    if (!clb_whole_blocks(w))
-        run = int4_lanes;
-    else if (w->row_scales == 1)
-        run = int4_row;
-    else if (w->group == CLB_BLOCK)
-        run = w->scale_format == CLB_F16 ? int4_f16 : int4_f32;
-    run(w, x, first, last, y, y_stride);
+    static clb_linear_fn *const by_kind[] = {int4_row, int4_f16, int4_f32, int4_groups};
+    (clb_whole_blocks(w) ? by_kind[kind_of(w)] : int4_lanes)(w, x, first, last, y, y_stride);
 }
 
 #define CLB_LINEAR_ENTRIES                                                                         \

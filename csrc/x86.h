@@ -83,6 +83,37 @@ static inline packed nibbles(const uint8_t *p) { /* 0..15 */
                     _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
 }
 
+/* 32 values of 0..3, four in a byte: each byte becomes a word whose four bytes have two bits each. */
+static inline half two_bits(const uint8_t *p) {
+    __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    x = _mm256_or_si256(x, _mm256_slli_epi32(x, 6));
+    x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
+    return _mm256_and_si256(x, _mm256_set1_epi8(3));
+}
+
+static inline packed int2_bytes(const uint8_t *p) { /* -2..1 */
+    half two = _mm256_set1_epi8(2);
+    return (packed){_mm256_sub_epi8(two_bits(p), two), _mm256_sub_epi8(two_bits(p + 8), two)};
+}
+
+/* 4 where one of 32 bits is 0, else 0. */
+static inline half four_unless(const uint8_t *p) {
+    static const uint8_t byte[32] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
+                                     2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3};
+    static const uint8_t bit[32] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
+                                    1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    int32_t all;
+    memcpy(&all, p, sizeof all);
+    half own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), half_load(byte)),
+                                half_load(bit));
+    return _mm256_andnot_si256(_mm256_cmpeq_epi8(own, half_load(bit)), _mm256_set1_epi8(4));
+}
+
+static inline packed int3_bytes(const uint8_t *p) { /* -4..3: two low bits each, then high bits */
+    return (packed){_mm256_sub_epi8(two_bits(p), four_unless(p + 16)),
+                    _mm256_sub_epi8(two_bits(p + 8), four_unless(p + 20))};
+}
+
 static inline half less_eight(half w) {
     return _mm256_sub_epi8(w, _mm256_set1_epi8(8));
 }

@@ -328,6 +328,47 @@ static inline __m256i _mm256_and_si256(__m256i a, __m256i b) {
     return a;
 }
 
+static inline __m256i _mm256_cvtepu8_epi32(__m128i a) {
+    __m256i r = {{0}};
+    EACH(8) r.b[4 * i] = a.b[i];
+    return r;
+}
+
+static inline __m256i _mm256_slli_epi32(__m256i a, int n) {
+    EACH(8) {
+        uint32_t word = (uint32_t)emulated_int32(a.b, i) << n;
+        memcpy(a.b + 4 * i, &word, sizeof word);
+    }
+    return a;
+}
+
+static inline __m256i _mm256_or_si256(__m256i a, __m256i b) {
+    EACH(32) a.b[i] |= b.b[i];
+    return a;
+}
+
+static inline __m256i _mm256_andnot_si256(__m256i a, __m256i b) {
+    EACH(32) a.b[i] = (uint8_t)(~a.b[i] & b.b[i]);
+    return a;
+}
+
+static inline __m256i _mm256_cmpeq_epi8(__m256i a, __m256i b) {
+    EACH(32) a.b[i] = a.b[i] == b.b[i] ? 255 : 0;
+    return a;
+}
+
+static inline __m256i _mm256_shuffle_epi8(__m256i a, __m256i by) { /* in halves */
+    __m256i r;
+    EACH(32) r.b[i] = by.b[i] & 128 ? 0 : a.b[(i & 16) + (by.b[i] & 15)];
+    return r;
+}
+
+static inline __m256i _mm256_set1_epi32(int32_t x) {
+    __m256i r;
+    EACH(8) memcpy(r.b + 4 * i, &x, sizeof x);
+    return r;
+}
+
 static inline __m256i _mm256_sub_epi8(__m256i a, __m256i b) {
     EACH(32) a.b[i] = (uint8_t)(a.b[i] - b.b[i]);
     return a;

@@ -18,6 +18,7 @@ typedef struct { uint16_t v[4]; } float16x4_t; /* the bits */
 typedef struct { uint16_t v[8]; } uint16x8_t;
 typedef struct { int8_t v[8]; } int8x8_t;
 typedef struct { int8_t v[16]; } int8x16_t;
+typedef struct { uint8_t v[8]; } uint8x8_t;
 typedef struct { uint8_t v[16]; } uint8x16_t;
 
 #define EACH(n) for (int i = 0; i < (n); i++)
@@ -49,11 +50,13 @@ typedef struct { uint8_t v[16]; } uint8x16_t;
     }
 
 LOAD(vld1q_f32, float32x4_t, float)
+LOAD(vld1_u8, uint8x8_t, uint8_t)
 LOAD(vld1q_u8, uint8x16_t, uint8_t)
 LOAD(vld1q_s8, int8x16_t, int8_t)
 SPLAT(vdupq_n_f32, float32x4_t, float, 4)
 SPLAT(vdupq_n_s32, int32x4_t, int32_t, 4)
 SPLAT(vdupq_n_s8, int8x16_t, int8_t, 16)
+SPLAT(vdup_n_u8, uint8x8_t, uint8_t, 8)
 SPLAT(vdupq_n_u8, uint8x16_t, uint8_t, 16)
 CAST(vreinterpretq_f32_u8, float32x4_t, uint8x16_t, 0)
 CAST(vreinterpretq_f32_u32, float32x4_t, uint32x4_t, 0)
@@ -71,7 +74,12 @@ PAIR(vaddq_s32, int32x4_t, 4, x.v[i] + y.v[i])
 PAIR(vmulq_f32, float32x4_t, 4, x.v[i] * y.v[i])
 PAIR(vadd_f32, float32x2_t, 2, x.v[i] + y.v[i])
 PAIR(vsubq_s8, int8x16_t, 16, (int8_t)(x.v[i] - y.v[i]))
+PAIR(vaddq_u8, uint8x16_t, 16, (uint8_t)(x.v[i] + y.v[i]))
+PAIR(vsubq_u8, uint8x16_t, 16, (uint8_t)(x.v[i] - y.v[i]))
 PAIR(vandq_u8, uint8x16_t, 16, x.v[i] & y.v[i])
+PAIR(vbicq_u8, uint8x16_t, 16, (uint8_t)(x.v[i] & ~y.v[i]))
+PAIR(vtstq_u8, uint8x16_t, 16, x.v[i] & y.v[i] ? 255 : 0)
+PAIR(vqtbl1q_u8, uint8x16_t, 16, y.v[i] < 16 ? x.v[y.v[i]] : 0)
 PAIR(vpaddq_s32, int32x4_t, 4,
      i < 2 ? x.v[2 * i] + x.v[2 * i + 1] : y.v[2 * i - 4] + y.v[2 * i - 3])
 
@@ -108,6 +116,19 @@ static inline uint32x4_t vshll_n_u16(uint16x4_t x, int n) {
 static inline uint8x16_t vshrq_n_u8(uint8x16_t x, int n) {
     EACH(16) x.v[i] = (uint8_t)(x.v[i] >> n);
     return x;
+}
+
+/* Shifted left; right where the distance is negative. */
+static inline uint8x16_t vshlq_u8(uint8x16_t x, int8x16_t by) {
+    EACH(16) x.v[i] = (uint8_t)(by.v[i] < 0 ? x.v[i] >> -by.v[i] : x.v[i] << by.v[i]);
+    return x;
+}
+
+static inline uint8x16_t vcombine_u8(uint8x8_t low, uint8x8_t high) {
+    uint8x16_t r;
+    memcpy(r.v, low.v, 8);
+    memcpy(r.v + 8, high.v, 8);
+    return r;
 }
 
 /* By the value of the bits, independently of csrc/decode.h. */
