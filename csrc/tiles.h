@@ -35,10 +35,13 @@ typedef enum { /* where scales of whole blocks are */
     GROUP_SCALES, /* one for several blocks, of either format */
 } scale_kind;
 
+typedef struct lane_map lane_map;
+
 typedef struct tile { /* outputs o, o + apart, o + 2 apart..; rows from r on */
     const clb_matrix *w;
     const clb_acts *x;
     scale_kind kind;
+    lane_map *map; /* where scales cover lanes */
     int64_t o, apart, r;
     float *y;
     int64_t y_stride;
@@ -288,39 +291,49 @@ CLB_INLINE void short_tile(const tile *t, int32_t format, int outputs, int rows)
 
 /* ---- scales of less than a block ------------------------------------------------------------- */
 
+struct lane_map { /* of the blocks of a run, beginning `phase` inputs into a group */
+    int64_t phase, n;             /* n blocks are mapped */
+    int32_t base[CLB_RUN];        /* the block's first group, from the run's */
+    int32_t lane[CLB_RUN][FOURS]; /* from base: eight lanes' first fours, then the others */
+};
+
 typedef struct run { /* up to CLB_RUN blocks: where their bytes begin, and their scales */
     const uint8_t *bytes[SIDE]; /* [output] */
     float group[SIDE][SPREAD_GROUPS];  /* [output]: scales of the groups the run meets */
-    int32_t base[CLB_RUN];             /* the block's first group in group[] */
-    int32_t lane[CLB_RUN][FOURS];      /* from base: eight lanes' first fours, then the others */
     uint8_t copy[SIDE][CLB_BLOCK];     /* [output]: a last block with bytes missing, then zeros */
 } run;
 
 /* Scales [first, first + n) of a row; past the row's end, its last one. */
 CLB_APART void load_groups(const clb_matrix *w, int64_t row, int64_t first, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++)
+    const uint8_t *at = w->scales + (row * w->row_scales + first) * clb_scale_size(w);
+    int64_t i = 0;
+    for (; i + CLB_EIGHT <= n && first + i + CLB_EIGHT <= w->row_scales; i += CLB_EIGHT)
+        eight_store(out + i, w->scale_format == CLB_F16 ? eight_load_f16(at + 2 * i)
+                                                        : eight_load_f32(at + 4 * i));
+    for (; i < n; i++)
         out[i] = clb_scale_at(w, row, first + i < w->row_scales ? first + i : w->row_scales - 1);
 }
 
-/* Which group each lane of each block belongs to. */
-static void spread_scales(const tile *t, int64_t b, int64_t n, int outputs, run *at) {
-    int64_t group = t->w->group, first = b * CLB_BLOCK / group, phase = b * CLB_BLOCK % group;
-    int64_t groups = ((b + n) * CLB_BLOCK - 1) / group - first + 1;
+/* Which group each lane belongs to: the same for all outputs, and often for the next run. */
+static void map_lanes(const clb_matrix *w, int64_t phase, int64_t n, lane_map *map) {
+    int64_t group = w->group;
     int32_t base = 0, size = (int32_t)(group < CLB_BLOCK ? group : CLB_BLOCK);
     int32_t reciprocal = (65535 + size) / size; /* exact for the quotients of 0..63 */
-    int32_t apart = t->w->format == CLB_INT4 ? 8 : 4; /* inputs from lane to lane */
+    int32_t apart = w->format == CLB_INT4 ? 8 : 4; /* inputs from lane to lane */
+    if (map->phase == phase && map->n >= n)
+        return;
+    map->phase = phase;
+    map->n = n;
     for (int64_t k = 0; k < n; k++) {
         int32_t border = (int32_t)(group - phase < CLB_BLOCK ? group - phase : CLB_BLOCK);
         for (int l = 0; l < FOURS; l++) {
             int32_t past = apart * l % CLB_BLOCK - border, whole = past * reciprocal >> 16;
-            at->lane[k][l] = past < 0 ? 0 : 1 + whole;
+            map->lane[k][l] = past < 0 ? 0 : 1 + whole;
         }
-        at->base[k] = base;
+        map->base[k] = base;
         for (phase += CLB_BLOCK; phase >= group; phase -= group)
             base++;
     }
-    for (int i = 0; i < outputs; i++)
-        load_groups(t->w, t->o + i * t->apart, first, groups + CLB_EIGHT, at->group[i]);
 }
 
 /* Makes the run at block b ready and returns its length. */
@@ -333,7 +346,11 @@ CLB_APART int64_t begin_run(const tile *t, int64_t b, int outputs, run *at) {
     for (int i = 0; i < outputs; i++)
         at->bytes[i] = b == whole ? at->copy[i]
                                   : t->w->data + (t->o + i * t->apart) * row_bytes + b * size;
-    spread_scales(t, b, n, outputs, at);
+    int64_t group = t->w->group, first = b * CLB_BLOCK / group;
+    int64_t groups = ((b + n) * CLB_BLOCK - 1) / group - first + 1;
+    map_lanes(t->w, b * CLB_BLOCK % group, n, t->map);
+    for (int i = 0; i < outputs; i++)
+        load_groups(t->w, t->o + i * t->apart, first, groups + CLB_EIGHT, at->group[i]);
     return n;
 }
 
@@ -350,8 +367,8 @@ CLB_INLINE void spread_step(const tile *t, const run *at, int64_t b, int64_t k, 
     CLB_UNROLL
     for (int i = 0; i < outputs; i++) {
         packed w = load_block(format, at->bytes[i] + k * clb_block_bytes(format));
-        const float *group = at->group[i] + at->base[k];
-        const int32_t *lane = at->lane[k];
+        const float *group = at->group[i] + t->map->base[k];
+        const int32_t *lane = t->map->lane[k];
         if (format == CLB_INT4)
             w = (packed){less_eight(w.low), less_eight(w.high)};
         CLB_UNROLL
@@ -451,6 +468,11 @@ CLB_INLINE void any_tile(const tile *t, int32_t format, scale_cover cover, int o
 CLB_INLINE void tile_row(tile t, int64_t count, int32_t format, scale_cover cover, int wide,
                          int rows) {
     int64_t end = t.o + count;
+    lane_map map;
+    if (cover == LANES) {
+        map.n = 0;
+        t.map = &map;
+    }
     t.apart = count / wide;
     for (int64_t k = 0; k < t.apart; k++, t.o++)
         any_tile(&t, format, cover, wide, rows);
@@ -497,7 +519,8 @@ static void linear_tiles(tile t, int64_t first, int64_t last, tile_row_fn *const
     static void name(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,          \
                      float *y, int64_t y_stride) {                                                 \
         static tile_row_fn *const by_rows[SIDE] = {name##_1, name##_2, name##_3, name##_4};        \
-        linear_tiles((tile){w, x, kind_of(w), 0, 1, 0, y, y_stride}, first, last, by_rows);        \
+        const tile all = {.w = w, .x = x, .kind = kind_of(w), .y = y, .y_stride = y_stride};       \
+        linear_tiles(all, first, last, by_rows);                                                   \
     }
 
 CLB_LINEAR(linear_f32, CLB_F32, NOTHING, ROW_SCALE, FLOAT_WIDE)
