@@ -1,5 +1,6 @@
 """The program: `python -m colibri` is `colibri`."""
 
+import os
 import signal
 import sys
 
@@ -9,11 +10,29 @@ def main() -> int:
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "stdout" in _fill_streams():
+        print(
+            "colibri: error: stdout is closed; give it a file, a pipe or /dev/null",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return 1
     from colibri import cli
 
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return cli.main()
+
+
+def _fill_streams() -> list[str]:
+    """Open nothing in place of each standard stream that came closed; returns their names.
+
+    In this order each gets its own number, which no model file may take instead.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        setattr(sys, name, os.fdopen(nothing, "r" if name == "stdin" else "w"))
+    return closed
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import click
 from colibri import knobs
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import Exit
+from colibri.terminal import Terminal
 
 EPILOG = "Exit status: 0 ready (perhaps with warnings), 1 something fails, 2 wrong usage."
 
@@ -24,7 +25,9 @@ def command(model: str | None, as_json: bool, **values: Any) -> int:
     """
     from colibri.doctor import Doctor, as_object, render
 
-    findings = Doctor(settings_of(values, model)).examine()
+    settings = settings_of(values, model)
+    findings = Doctor(settings).examine()
     found = as_object(findings)
-    click.echo(json.dumps(found, indent=1) if as_json else render(findings))
+    text = json.dumps(found, indent=1) if as_json else render(findings)
+    Terminal.of(settings.screen).write(text + "\n")
     return Exit.OK if found["ready"] else Exit.ERROR

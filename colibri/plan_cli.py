@@ -11,6 +11,7 @@ from colibri import knobs
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import UsageError
 from colibri.knobs import Settings
+from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
     from colibri.container import Container
@@ -55,7 +56,8 @@ def command(model: str | None, as_json: bool, **values: Any) -> int:
     from colibri.plan_report import render
 
     tree = plan_tree(settings, values)
-    click.echo(json.dumps(tree, indent=1) if as_json else render(tree))
+    text = json.dumps(tree, indent=1, allow_nan=False) if as_json else render(tree)
+    Terminal.of(settings.screen).write(text + "\n")
     return 0
 
 

@@ -74,9 +74,8 @@ class Terminal:
     # ---- the answer -------------------------------------------------------------------------
 
     def write(self, text: str) -> None:
-        """Write to stdout at once."""
-        self.out.write(text)
-        self.out.flush()
+        """Write to stdout at once; OSError says that it is stdout that takes no more."""
+        self._put(self.out, text)
 
     def show(self, piece: Piece) -> None:
         """A piece of an answer: text to stdout, reasoning to whoever watches."""
@@ -87,18 +86,28 @@ class Terminal:
         self.clear()
         stream, before, after = place
         if kind != self._kind and self._open is stream:
-            stream.write("\n" if self._last == "\n" else "\n\n")
+            self._put(stream, "\n" if self._last == "\n" else "\n\n")
             text = text.lstrip("\n")
-        stream.write(f"{before}{text}{after}")
-        stream.flush()
+        self._put(stream, f"{before}{text}{after}")
         self._kind, self._open, self._last = kind, stream, piece.text[-1]
 
     def end(self) -> None:
         """End the line that the last piece left open."""
         if self._open is not None and self._last != "\n":
-            self._open.write("\n")
-            self._open.flush()
+            self._put(self._open, "\n")
         self._kind = self._open = None
+
+    def _put(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as why:
+            if stream is not self.out:
+                raise
+            fault = f"stdout cannot be written: {why.strerror}"
+            raise OSError(f"{fault}; make room, or send it elsewhere") from why
 
     # ---- beside the answer ------------------------------------------------------------------
 
