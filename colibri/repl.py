@@ -199,7 +199,7 @@ class Repl:
             raise UsageError("give it a name: /save NAME")
         name = words[0]
         if not self.saved or self.saved.name != name:
-            place = Saved(self._state, name, self.engine.container)
+            place = self._place(name)
             if place.exists and not words[1:]:
                 raise UsageError(
                     f"there is a session {name!r}: /load {name} takes it up, "
@@ -227,7 +227,7 @@ class Repl:
         if self.saved and self.saved.name == name:
             self._keep()
             self.saved.close()
-        place = Saved(self._state, name, self.engine.container)
+        place = self._place(name)
         if not new and not place.exists:
             return False
         try:
@@ -265,6 +265,9 @@ class Repl:
             f"{plural(count, 'token')}, "
             + (f"{again} of them to be read again" if again else "none of them read again")
         )
+
+    def _place(self, name: str) -> Saved:
+        return Saved(self._state, name, self.engine.container, self.engine.tokenizer.digest)
 
     def _switch(self, place: Saved) -> None:
         if self.saved and self.saved is not place:

@@ -22,7 +22,7 @@ from colibri.container import Container
 from colibri.errors import StateError
 from colibri.info import info_of
 from colibri.session import Session
-from colibri.state import State, checksum, make_directory, read_document, write_document, writing
+from colibri.state import State, make_directory, read_document, write_document, writing
 
 FORMAT = "colibri-session-1"  # another one when the files, or the core's bits, change
 DOCUMENT = "session.json"
@@ -46,14 +46,12 @@ class Identity:
     holds: str
 
     @classmethod
-    def of(cls, container: Container) -> "Identity":
-        """Of an open container and the tokenizer beside it."""
-        path = container.directory / "tokenizer.json"
-        digest = checksum([path.read_bytes()]) if path.exists() else ""
+    def of(cls, container: Container, tokenizer: str) -> "Identity":
+        """Of an open container and the digest of the tokenizer that was opened with it."""
         directory = str(container.directory.resolve())
         formats = {part.name: part.formats for part in info_of(container).parts if part.formats}
         holds = ", ".join(f"{formats[name][0]} {name}" for name in ("experts", "attention"))
-        return cls(container.fingerprint, digest, directory, holds)
+        return cls(container.fingerprint, tokenizer, directory, holds)
 
     def same(self, other: "Identity") -> bool:
         """Whether the same caches come out; where the files lie does not matter."""
@@ -131,12 +129,15 @@ def directory_of(state: State, name: str) -> Path:
 
 
 class Saved:
-    """One saved conversation, held while it is open: nobody else may write it."""
+    """One saved conversation, held while it is open: nobody else may write it.
 
-    def __init__(self, state: State, name: str, container: Container) -> None:
+    It belongs to `container` and to `tokenizer`, the `digest` of one.
+    """
+
+    def __init__(self, state: State, name: str, container: Container, tokenizer: str) -> None:
         self.name = name
         self.directory = directory_of(state, name)
-        self._identity = Identity.of(container)
+        self._identity = Identity.of(container, tokenizer)
         self._lock: BinaryIO | None = None
         self.document: Document | None = None
 

@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from colibri.errors import TokenizerError
+from colibri.state import checksum
 from colibri.strictjson import parse_object
 
 EOS_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>")
@@ -104,11 +105,19 @@ class Tokenizer:
     """A byte-level BPE tokenizer. Make one with `Tokenizer.load(directory)`.
 
     `added` maps an added token's text to its `AddedToken`; `vocab_used` is the largest id + 1, so
-    logits at and beyond it are padding rows that no text can stand for.
+    logits at and beyond it are padding rows that no text can stand for. `digest`, 32 hex digits, is
+    of the bytes it was made of: the file may be another one by now.
     """
 
-    def __init__(self, core: tokenizers.Tokenizer, added: list[AddedToken], vocab: dict[str, int]):
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        added: list[AddedToken],
+        vocab: dict[str, int],
+        digest: str,
+    ) -> None:
         self._core = core
+        self.digest = digest
         self.added = {token.content: token for token in added}
         # The library looks for the un-normalised tokens first, then for the others in the rest.
         self._matchers = [
@@ -127,14 +136,15 @@ class Tokenizer:
     def load(cls, directory: Path | str) -> Tokenizer:
         """Read `directory/tokenizer.json`; raise TokenizerError when it cannot be used."""
         path = Path(directory) / "tokenizer.json"
-        raw = _read_json(path)
+        data = _read(path)
+        raw = parse_object(data, str(path), TokenizerError)
         vocab = _check_byte_level(raw, path)
         entries = raw.get("added_tokens") or []
         added = [AddedToken.parse(entry, path) for entry in entries]
         top = max([*vocab.values(), *(t.id for t in added)])
         if top >= _MAX_ID or min([0, *vocab.values(), *(t.id for t in added)]) < 0:
             raise _broken(path, f"token ids must lie in 0..{_MAX_ID - 1}")
-        return cls(_plain_core(raw, added, path), added, vocab)
+        return cls(_plain_core(raw, added, path), added, vocab, checksum([data]))
 
     def id_of(self, content: str) -> int | None:
         """The id of an added token by its text, None when the tokenizer has no such token."""
@@ -210,9 +220,9 @@ def _broken(path: Path, reason: str) -> TokenizerError:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise TokenizerError(
             f"{path} is missing: text cannot become tokens. "
@@ -220,7 +230,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}. Check the file.") from None
-    return parse_object(data, str(path), TokenizerError)
 
 
 def _check_byte_level(raw: dict[str, Any], path: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 
 import pytest
 
@@ -185,6 +186,31 @@ def test_save_and_load(talk):
     assert taken.status == 1 and "/save fox replace" in taken.err
     assert talk(SNOW, "/save fox replace").status == 0
     assert "1 question" in talk("/load fox").err
+
+
+@pytest.mark.parametrize("change", ["gone", "replaced"])
+def test_a_session_is_of_the_tokenizer_that_was_loaded(talk, demo_path, tmp_path, change):
+    """What becomes of tokenizer.json while the chat runs does not matter to what it saves."""
+    model, lines = tmp_path / "model", PipedLines.read
+    shutil.copytree(demo_path, model)
+    path = model / "tokenizer.json"
+    text = path.read_text()
+
+    def read(self: PipedLines) -> str | None:
+        path.unlink(missing_ok=True)
+        if change == "replaced":
+            path.write_text(text + "\n")
+        return lines(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipedLines, "read", read)
+        assert talk(SNOW, "/save snow", flags=(str(model),)).status == 0
+    path.write_text(text)
+    again = talk("/retry", flags=(str(model), "--session", "snow"))
+    assert again.status == 0 and "resumed 'snow'" in again.err
+    path.write_text(text + "\n")
+    other = talk(SNOW, flags=(str(model), "--session", "snow"))
+    assert other.status == 1 and "belongs to another tokenizer" in other.err
 
 
 def test_asking_for_a_session_makes_none(talk, tmp_path):

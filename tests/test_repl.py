@@ -222,7 +222,9 @@ def test_another_container_is_refused(kept, engine, demo_path, tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2e-5}))
     whole(engine, "What colour is snow?")
-    place = Saved(State(kept["COLIBRI_STATE"], print), "trip", engine.container)
+    place = Saved(
+        State(kept["COLIBRI_STATE"], print), "trip", engine.container, engine.tokenizer.digest
+    )
     place.save(engine.slot.session, Conversation(engine).as_dict())
     with Person("chat", str(other), "--session", "trip", columns=400, **kept) as person:
         assert person.end() == 1
