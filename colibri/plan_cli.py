@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from colibri.probe import DiskSpeed, Speeds
     from colibri.shapes import Shape
 
+_FORMATS = {"experts": "int4-g64", "dense": "int8"}  # that --shape assumes
+
 
 @click.command("plan", cls=Command)
 @click.argument("model", required=False)
@@ -25,17 +27,17 @@ if TYPE_CHECKING:
     "--shape", metavar="NAME|FILE",
     help="Plan for a model that is not here: glm-5, glm-5.1, glm-5.2, glm-5.3, or a config.json.",
 )  # fmt: skip
-@click.option("--experts", metavar="FORMAT", help="With --shape: of the experts.",
-              default="int4-g64", show_default=True)  # fmt: skip
-@click.option("--dense", metavar="FORMAT", help="With --shape: of all else.", default="int8",
-              show_default=True)  # fmt: skip
+@click.option("--experts", metavar="FORMAT",
+              help="With --shape: of the experts. [default: int4-g64]")  # fmt: skip
+@click.option("--dense", metavar="FORMAT",
+              help="With --shape: of all else. [default: int8]")  # fmt: skip
 @click.option(
     "--disk", metavar="GB/S|DIR",
     help="What the disk reads (10^9 bytes a second), or a directory on it to measure with a file "
     "of 256 MiB. [default: measured on MODEL; with --shape 3 is assumed]",
 )  # fmt: skip
 @click.option(
-    "--memory", metavar="GB/S", type=click.FloatRange(min=0.1),
+    "--memory", metavar="GB/S", type=float,
     help="What the memory reads, of another machine than this. [default: measured here]",
 )  # fmt: skip
 @click.option(
@@ -52,6 +54,14 @@ def command(model: str | None, as_json: bool, **values: Any) -> int:
     """
     if model and values["shape"]:
         raise UsageError("MODEL and --shape both name a model; give one of them")
+    given = next((name for name in _FORMATS if values[name] is not None), None)
+    if given and not values["shape"]:
+        raise UsageError(
+            f"--{given} is for a model that is not here yet, by --shape; one that is has its "
+            f"formats already: leave out --{given}"
+        )
+    if values["memory"] is not None:
+        _require_range("memory", values["memory"], 0.1, 100_000)
     settings = settings_of(values, model)
     from colibri.plan_report import render
 
@@ -94,7 +104,7 @@ def _published(options: dict[str, Any], mtp: bool) -> "Shape":
     from colibri.shapes import of_config, published
 
     name, config = published(options["shape"])
-    experts, dense = Format.parse(options["experts"]), Format.parse(options["dense"])
+    experts, dense = (Format.parse(options[name] or usual) for name, usual in _FORMATS.items())
     return of_config(name, config, Formats(experts, dense, dense, dense), mtp)
 
 
@@ -133,6 +143,11 @@ def _disk(
                 f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"
             ) from None
         return probe.disk_at(path), "measured"
-    if not 0.001 <= rate <= 1000:
-        raise UsageError(f"--disk is {asked}; expected GB/s from 0.001 to 1000")
+    _require_range("disk", rate, 0.001, 1000)
     return probe.DiskSpeed(rate * 1e9, probe.ASSUMED_LATENCY), "given"
+
+
+def _require_range(name: str, rate: float, least: float, most: float) -> None:
+    """UsageError for what no machine has; also for nan, which no comparison holds of."""
+    if not least <= rate <= most:
+        raise UsageError(f"--{name} is {rate:g}; expected GB/s from {least:g} to {most:g}")
