@@ -22,7 +22,14 @@ from colibri.container import Container
 from colibri.errors import StateError
 from colibri.info import info_of
 from colibri.session import Session
-from colibri.state import State, make_directory, read_document, write_document, writing
+from colibri.state import (
+    PARTIAL,
+    State,
+    make_directory,
+    read_document,
+    write_document,
+    writing,
+)
 
 FORMAT = "colibri-session-1"  # another one when the files, or the core's bits, change
 DOCUMENT = "session.json"
@@ -231,11 +238,13 @@ class Saved:
         return Segment(name, main, mtp, size, digest.hexdigest())
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove rows that no document names: stale ones, and those of a save that was cut off."""
-        for path in self.directory.glob("rows-*"):
-            if path.name not in wanted:
-                with suppress(OSError):
-                    path.unlink()
+        """Remove rows that no document names, stale ones, and what a save that was cut off left."""
+        with suppress(OSError):
+            for path in self.directory.iterdir():
+                rows = path.name.startswith("rows-") and path.name not in wanted
+                if rows or path.name.endswith(PARTIAL):
+                    with suppress(OSError):
+                        path.unlink()
 
     # ---- loading ----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ Nothing is ever written into a model's directory. Files are for this user alone.
 import hashlib
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from colibri.strictjson import parse_object
 
 PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
 _SUM = "blake2b "
+_ABANDONED = 24 * 3600  # seconds after which nobody can still be writing a file
 
 
 class State:
@@ -65,10 +68,13 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block ends well: synced, then renamed."""
-    partial = path.with_name(path.name + PARTIAL)
+    """A file that appears under its name when the block ends well: synced, then renamed.
+
+    Whoever else writes it at the same time has a partial file of their own; the last one stays.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
     try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
@@ -80,6 +86,17 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        _sweep(path)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes that were killed while they wrote this file have left."""
+    with suppress(OSError):
+        for old in path.parent.iterdir():
+            if old.name.startswith(f"{path.name}.") and old.name.endswith(PARTIAL):
+                with suppress(OSError):
+                    if time.time() - old.stat().st_mtime > _ABANDONED:
+                        old.unlink()
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

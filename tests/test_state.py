@@ -1,0 +1,46 @@
+"""The state directory: files appear whole or not at all, whoever else writes them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from colibri.errors import StateError
+from colibri.state import PARTIAL, writing
+
+
+def test_two_writers_at_once(tmp_path):
+    """Each writes a whole file of its own, and the last to end is the one that stays."""
+    path = tmp_path / "file"
+    with writing(path) as first:
+        first.write(b"first")
+        with writing(path) as second:
+            second.write(b"the second, longer")
+        assert path.read_bytes() == b"the second, longer"
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_one_of_two_writers_fails(tmp_path):
+    """What it began is gone; what the other one writes is not touched."""
+    path = tmp_path / "file"
+    with writing(path) as other:
+        other.write(b"whole")
+        with pytest.raises(StateError, match="file: cannot be written: No space"), writing(path):
+            raise OSError(28, "No space left on device")
+    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_killed_writers_leave(tmp_path):
+    """It goes with the first write a day later; what is young or another file's stays."""
+    old, older, young, others = (
+        tmp_path / f"{name}{PARTIAL}" for name in ("file.1-aa", "file", "file.2-bb", "another.1-aa")
+    )
+    for path in (old, older, young, others):
+        path.write_bytes(b"half")
+        if path is not young:
+            os.utime(path, (time.time() - 90000,) * 2)
+    with writing(tmp_path / "file") as file:
+        file.write(b"whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", young.name, others.name}
