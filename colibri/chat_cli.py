@@ -52,7 +52,7 @@ def chat(settings: Settings, session: str | None) -> int:
     terminal = Terminal.of(settings.screen, settings.quiet)
     model_directory(settings)  # a wrong one is told first
     state = State(settings.state, terminal.warning)
-    if session:  # so is this: loading may take minutes
+    if session is not None:  # so is this: loading may take minutes
         directory_of(state, session)
     lines = lines_of(terminal, state)
     try:
@@ -64,7 +64,7 @@ def chat(settings: Settings, session: str | None) -> int:
     try:
         terminal.aside(_banner(engine, repl.thinking()))
         _announce(terminal, engine)
-        if session:
+        if session is not None:
             repl.resume(session, new=True)
         if lines.typed and settings.warm is not False:
             resident.start()

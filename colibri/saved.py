@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from colibri.container import Container
-from colibri.errors import StateError
+from colibri.errors import StateError, UsageError
 from colibri.info import info_of
 from colibri.session import Session
 from colibri.state import (
@@ -127,10 +127,11 @@ class Document:
 
 
 def directory_of(state: State, name: str) -> Path:
-    """Where a conversation is saved; StateError when nothing can be saved under this name."""
+    """Where a conversation is saved; UsageError when it is no name, StateError without a place."""
     if not _NAME.fullmatch(name):
-        raise StateError(
-            f"{name!r} cannot be the name of a session: use letters, digits, '-', '_' and '.'"
+        raise UsageError(
+            f"{name!r} cannot be the name of a session: use 1 to 64 letters, digits, '-', '_' and "
+            "'.', not beginning with '-' or '.'"
         )
     return state.place("sessions", name)
 

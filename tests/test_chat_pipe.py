@@ -220,13 +220,21 @@ def test_asking_for_a_session_makes_none(talk, tmp_path):
     assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["snow"]
 
 
-@pytest.mark.parametrize(("name", "state"), [("a/b", "."), ("trip", "off")])
-def test_a_session_that_cannot_be_kept(command, monkeypatch, name, state):
-    """It is told before the model is loaded, which may take minutes."""
+@pytest.mark.parametrize(
+    ("name", "state", "status", "words"),
+    [
+        ("a/b", ".", 2, "'a/b' cannot be the name"),
+        ("x" * 65, ".", 2, "use 1 to 64 letters"),
+        ("", ".", 2, "'' cannot be the name"),
+        ("trip", "off", 1, "COLIBRI_STATE is off"),
+    ],
+)
+def test_a_session_that_cannot_be_kept(command, monkeypatch, name, state, status, words):
+    """It is told before the model is loaded, which may take minutes; a wrong name is wrong usage,
+    also an empty one."""
     monkeypatch.setattr(Engine, "open", lambda *_: pytest.fail("loaded"))
     result = command(*CHAT, "--session", name, env={"COLIBRI_STATE": state})
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert "cannot be the name" in result.err or "COLIBRI_STATE is off" in result.err
+    assert result.status == status and result.err.count("\n") == 1 and words in result.err
 
 
 def test_flags_win_over_what_was_saved(talk):

@@ -16,7 +16,7 @@ from colibri._core import ffi, lib
 from colibri.container import Container
 from colibri.convert import convert_directory
 from colibri.engine import Engine
-from colibri.errors import CoreError, StateError
+from colibri.errors import CoreError, StateError, UsageError
 from colibri.formats import Format
 from colibri.knobs import Settings
 from colibri.layout import Formats
@@ -231,8 +231,8 @@ def test_a_smaller_context_is_refused(state, session):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\0b", "x" * 65, "-x", ".hidden"])
 def test_names(state, demo_container, name):
-    """A name is a file's name and nothing else."""
-    with pytest.raises(StateError, match="cannot be the name of a session"):
+    """A name is a file's name and nothing else; the limit of its length is said."""
+    with pytest.raises(UsageError, match="cannot be the name of a session: use 1 to 64 letters"):
         Saved(state, name, demo_container, DIGEST)
 
 
