@@ -22,7 +22,7 @@ from colibri.errors import ConfigError, UsageError
 from colibri.glm_template import PREFIX, PREFIX_TOKENS, GlmTemplate
 from colibri.jinja_template import SENTINEL, compile_template
 from colibri.strictjson import parse_object
-from colibri.tokenizer import Tokenizer
+from colibri.tokenizer import Room, Tokenizer
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -113,6 +113,7 @@ class Template:
         effort: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        room: Room | None = None,
         **options: Any,
     ) -> list[int]:
         """Token ids of a conversation, its prefix included once.
@@ -120,12 +121,13 @@ class Template:
         messages: OpenAI-style mappings (role, content, reasoning_content, tool_calls,
         tool_call_id). thinking and effort reach the template as enable_thinking and
         reasoning_effort, None leaves its default; other options (add_generation_prompt, true
-        unless given; clear_thinking ...) reach it by their own names.
+        unless given; clear_thinking ...) reach it by their own names. `room`: as encode_pieces has
+        it.
         Raises UsageError for messages no template could take.
         """
         context = self._context(messages, thinking, effort, tools, options)
         guard = _Guard(tokenizer, _free_sentinel(context, self._source))
-        return guard.encode(self._render(guard.protect(context)))
+        return guard.encode(self._render(guard.protect(context)), room)
 
     def text(
         self,
@@ -259,10 +261,10 @@ class _Guard:
         bounds = [0, *sorted(start + cut for cut in cuts), len(text)]
         return self._sentinel.join(text[a:b] for a, b in itertools.pairwise(bounds))
 
-    def encode(self, rendered: str) -> list[int]:
+    def encode(self, rendered: str, room: Room | None = None) -> list[int]:
         """Ids of rendered text: added tokens as such, all between them as plain text."""
         tokenizer = self._tokenizer
-        ids: list[int] = []
+        pieces: list[str | int] = []
         pending = ""
         for piece in tokenizer.split_markup(rendered):
             if isinstance(piece, str):
@@ -272,22 +274,23 @@ class _Guard:
             if len(text) == 1:  # too short to guard, so never trusted
                 pending += text
                 continue
-            ids += [*tokenizer.encode(pending), piece]
+            pieces += [pending, piece]
             pending = ""
-        return ids + tokenizer.encode(pending)
+        return tokenizer.encode_pieces([*pieces, pending], room)
 
 
-def raw_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
+def raw_prompt(text: str, tokenizer: Tokenizer, room: Room | None = None) -> list[int]:
     """A prompt to be continued without a template, GLM's prefix `[gMASK]<sop>` once before it.
 
     Text that begins with the prefix itself is a whole prompt: its markup is markup, nothing is
-    added. Other text is plain. A tokenizer without the two prefix tokens gets no prefix.
+    added. Other text is plain. A tokenizer without the two prefix tokens gets no prefix. `room`: as
+    encode_pieces has it.
     """
     if text.startswith(PREFIX):
-        return tokenizer.encode_template(text)
+        return tokenizer.encode_template(text, room)
     known = all(tokenizer.id_of(token) is not None for token in PREFIX_TOKENS)
     prefix = tokenizer.encode_template(PREFIX) if known else []
-    return prefix + tokenizer.encode(text)
+    return tokenizer.encode_pieces([*prefix, text], room)
 
 
 def opens_thinking(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
@@ -346,7 +349,16 @@ def _read_text(path: Path) -> str:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return parse_object(path.read_bytes(), str(path), ConfigError) if path.exists() else {}
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as why:
+        raise ConfigError(
+            f"{path} cannot be read: {why.strerror}. Make it readable, or restore it from the "
+            "model's repository."
+        ) from why
+    return parse_object(data, str(path), ConfigError)
 
 
 def _hinted_version(directory: Path) -> str:

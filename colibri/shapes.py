@@ -199,7 +199,12 @@ def published(name: str) -> tuple[str, ModelConfig]:
     if not path.is_file():
         known = ", ".join(PUBLISHED)
         raise UsageError(f"--shape is {name!r}; expected {known}, or the path of a config.json")
-    raw = parse_object(path.read_bytes(), str(path), ConfigError)
+    try:
+        data = path.read_bytes()
+    except OSError as why:
+        fault = f"--shape {path}: cannot be read: {why.strerror}"
+        raise UsageError(f"{fault}; make it readable, or fetch it again") from why
+    raw = parse_object(data, str(path), ConfigError)
     return path.resolve().parent.name, ModelConfig.parse(raw, str(path))
 
 

@@ -360,6 +360,15 @@ def test_unusable_template_entries(value, tmp_path):
         Template.load(tmp_path)
 
 
+def test_an_unreadable_tokenizer_config(tmp_path):
+    """It is named with what is wrong and what to do."""
+    (tmp_path / "tokenizer_config.json").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"_config\.json cannot be read: Is a directory\. Make it"
+    ):
+        Template.load(tmp_path)
+
+
 def test_broken_template_files(tmp_path):
     """A template that does not compile or is not text names its file, line and remedy."""
     path = tmp_path / "chat_template.jinja"

@@ -122,6 +122,7 @@ def test_hit_rates_of_a_trace(command, demo_path, tmp_path, still):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--shape /proc/self/mem", "--shape /proc/self/mem: cannot be read: Input/output error; "),
         ("--shape glm-6", "expected glm-5, glm-5.1, glm-5.2, glm-5.3, or the path"),
         ("/models/x --shape glm-5.2", "MODEL and --shape both name a model"),
         ("nowhere", "there is no model directory 'nowhere'"),
