@@ -33,12 +33,24 @@ Formats: int8, int4-g64 (groups of 64 inputs share a scale; g32, g128 ...), int3
 bf16, f16, f32; -f32 behind one makes its scales f32 instead of f16.
 Exit status: 0 done, 1 error (what is done is kept), 2 wrong usage, 130 interrupted.
 """
-_PATH = click.Path(path_type=Path)
+
+
+class _Place(click.Path):
+    """A path; an empty one, as of an unset variable, is not taken for the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click has it."""
+        if not str(value):
+            self.fail("it is empty; give a directory, or . for the one you are in", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PLACE, _PATH = _Place(), _Place(path_type=Path)
 _THREADS = click.IntRange(1, 1024)
 
 
 @click.command("convert", cls=Command, epilog=EPILOG)
-@click.argument("source")
+@click.argument("source", type=_PLACE)
 @click.argument("target", type=_PATH)
 @click.option("--experts", metavar="FORMAT", help="Routed experts. [default: int4-g64]")
 @click.option("--dense", metavar="FORMAT", help="Attention, shared experts. [default: int8]")
@@ -82,7 +94,7 @@ def convert(
     "repack", cls=Command,
     short_help="Write a container in another layout, its numbers unchanged.",
 )  # fmt: skip
-@click.argument("source")
+@click.argument("source", type=_PLACE)
 @click.argument("target", type=_PATH)
 @click.option(
     "--to", "layout", type=click.Choice(("colibri", "public")), required=True,

@@ -134,9 +134,40 @@ def test_wrong_usage(command, source, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [("convert",), ("repack", "--to", "public")])
+def test_empty_paths(command, source, tmp_path, monkeypatch, more):
+    """An empty path, as of an unset variable, is refused by name, not taken for the directory one
+    is in."""
+    here = shardkit.directory(tmp_path / "here")
+    monkeypatch.chdir(here)
+    before = sorted(here.iterdir())
+    for name, places in (("TARGET", (str(source), "")), ("SOURCE", ("", "out"))):
+        for dry in ([], ["--dry-run"]):
+            done = command(*more, *places, *dry)
+            assert (done.status, done.out) == (Exit.USAGE, "")
+            assert f"Invalid value for '{name}': it is empty" in done.err
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize("below", ["", "/out"])
+def test_targets_that_cannot_be(command, source, tmp_path, below):
+    """A target that is a file, lies below one, or cannot be reached is refused with status 2."""
+    (tmp_path / "file").write_text("x")
+    for place, message in (
+        (f"/dev/null{below}", "/dev/null: is no directory; give another"),
+        (f"{tmp_path}/file{below}", f"{tmp_path}/file: is no directory; give another"),
+        (f"{tmp_path}/{'x' * 300}{below}", "cannot be reached: File name too long; give a dir"),
+    ):
+        for dry in ([], ["--dry-run"]):
+            done = command("convert", str(source), place, *dry)
+            assert (done.status, done.out) == (Exit.USAGE, "") and message in done.err
+            assert "Errno" not in done.err and done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("/" + "x" * 300, "cannot be reached: File name too long; give a directory"),
         ("/nonexist", "/nonexist: there is no such directory; give one with config.json and "
                       "*.safetensors, or hf://owner/name"),
         ("some/model", "or hf://some/model to fetch"),

@@ -208,7 +208,10 @@ class WorkDirectory:
             sync_directory(target)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as why:
-            raise ContainerError(f"{self.path}: cannot be made: {why.strerror}") from why
+            raise ContainerError(
+                f"{self.path}: cannot be made: {why.strerror}; give a directory on a disk with "
+                "room, that you may write to"
+            ) from why
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as why:

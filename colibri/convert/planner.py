@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ def make_plan(request: Request) -> Plan:
     ConfigError, ContainerError or UsageError say what is wrong with source, target or request.
     """
     target, work = request.target, request.target / WORK
+    _require_place(target)
     old = None if request.replace else read_manifest(work / "manifest.json")
     hub = _open_hub(request, old)
     if old is not None:
@@ -81,6 +83,26 @@ def make_plan(request: Request) -> Plan:
     return plan
 
 
+def _require_place(target: Path) -> None:
+    """UsageError when there can be no directory of this name."""
+    kinds = ((path, _kind(path)) for path in (target, *target.absolute().parents))
+    path, kind = next((path, kind) for path, kind in kinds if kind)
+    if not stat.S_ISDIR(kind):
+        raise UsageError(f"{path}: is no directory; give another to write to")
+
+
+def _kind(path: Path) -> int:
+    """What a path leads to, as os.stat's mode; 0 when there is nothing. UsageError otherwise."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as why:
+        raise UsageError(
+            f"{path}: cannot be reached: {why.strerror}; give a directory that you may read"
+        ) from why
+
+
 def _require_origin(request: Request, hub: Hub | None, old: Manifest) -> None:
     """UsageError when a conversion was begun from elsewhere; a directory may have been moved."""
     before = old.origin.get("repository"), old.origin.get("revision")
@@ -104,9 +126,10 @@ def _open_hub(request: Request, old: Manifest | None) -> Hub | None:
 
 def _require_directory(source: str) -> None:
     """UsageError when there is no such directory: what was looked for, and how a hub is named."""
-    if Path(source).is_dir():
+    kind = _kind(Path(source))
+    if stat.S_ISDIR(kind):
         return
-    if Path(source).exists():
+    if kind:
         raise UsageError(f"{source}: is a file; give the directory that it lies in")
     name = source.strip("/")
     example = name if name.count("/") == 1 and not source.startswith(("/", ".")) else "owner/name"
