@@ -7,6 +7,8 @@ from colibri.chat import opens_thinking
 from colibri.piece import MARK, REASONING, TEXT, Piece
 from colibri.tokenizer import Tokenizer
 
+MOST_BYTES = 32 << 20  # of a prompt's text: more than any context holds
+
 
 @dataclass(frozen=True)
 class Prompt:

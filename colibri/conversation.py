@@ -106,8 +106,9 @@ class Conversation:
         engine = self.engine
         system = [{"role": "system", "content": self.system}] if self.system else []
         ids = engine.template.render(
-            [*system, *messages], engine.tokenizer, thinking=self.thinking, effort=self.effort
-        )
+            [*system, *messages], engine.tokenizer, thinking=self.thinking, effort=self.effort,
+            room=engine.require_room,
+        )  # fmt: skip
         known = self.answer.prompt + self.answer.ids or self._session.tokens
         return chat.adopt(known, ids, engine.tokenizer)
 

@@ -153,14 +153,19 @@ class Engine:
     # ---- prompts ----------------------------------------------------------------------------
 
     def chat(self, messages: list[dict[str, Any]]) -> Prompt:
-        """Messages ({"role", "content"}) in the model's template; markup in them stays text."""
-        thinking, effort = self.settings.thinking, self.settings.effort
-        ids = self.template.render(messages, self.tokenizer, thinking=thinking, effort=effort)
+        """Messages ({"role", "content"}) in the model's template; markup in them stays text.
+
+        ContextFull for more text than the context can hold, here and in `raw`.
+        """
+        settings = self.settings
+        ids = self.template.render(
+            messages, self.tokenizer, settings.thinking, settings.effort, room=self.require_room
+        )
         return Prompt(ids)
 
     def raw(self, text: str) -> Prompt:
         """Text to be continued without a template, as raw_prompt has it; all is text."""
-        return Prompt(raw_prompt(text, self.tokenizer), markup=False)
+        return Prompt(raw_prompt(text, self.tokenizer, self.require_room), markup=False)
 
     # ---- answers ----------------------------------------------------------------------------
 
@@ -179,13 +184,17 @@ class Engine:
         limit = max_tokens or self.settings.max_tokens
         return Turn(self, slot, prompt, sampler, limit, progress)
 
-    def require_room(self, count: int) -> None:
-        """ContextFull, with both numbers, when so many prompt tokens leave no room to answer."""
+    def require_room(self, count: int, nbytes: int | None = None) -> None:
+        """ContextFull, with both numbers, when so many prompt tokens leave no room to answer.
+
+        nbytes: of text not yet encoded, which will be `count` tokens or more.
+        """
         if count >= self.context:
             most = self.container.config.max_position_embeddings
             remedy = f"--ctx raises it, to {most} at most" if self.context < most else ""
+            size = f"{nbytes} bytes, at least {count} tokens," if nbytes else f"{count} tokens"
             raise ContextFull(
-                f"the prompt has {count} tokens and the context holds {self.context}, "
+                f"the prompt has {size} and the context holds {self.context}, "
                 f"answer included. {remedy or 'This model has no larger one; shorten the prompt'}."
             )
 

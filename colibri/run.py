@@ -3,9 +3,10 @@
 import json
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from colibri import stats
-from colibri.answer import Prompt
+from colibri.answer import MOST_BYTES, Prompt
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.interrupt import Interrupts
@@ -59,10 +60,11 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:
     elif prompt_file is None or str(prompt_file) == "-":
         if prompt_file is None and is_terminal(sys.stdin):
             raise UsageError("there is no prompt; give --prompt TEXT, --prompt-file or a pipe")
-        text, source = _decode(sys.stdin.buffer.read(), "stdin"), "stdin"
+        text, source = _read(sys.stdin.buffer, "stdin"), "stdin"
     else:
         try:
-            text, source = _decode(prompt_file.read_bytes(), str(prompt_file)), str(prompt_file)
+            with prompt_file.open("rb") as file:
+                text, source = _read(file, str(prompt_file)), str(prompt_file)
         except OSError as error:
             raise UsageError(f"--prompt-file {prompt_file}: {error.strerror}") from None
     if not (text if raw else text.strip()):
@@ -70,8 +72,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:
     return text
 
 
-def _decode(data: bytes, source: str) -> str:
+def _read(file: BinaryIO, source: str) -> str:
     """UTF-8 text without a byte order mark and without one final newline."""
+    data = file.read(MOST_BYTES + 1)  # stdin may never end
+    if len(data) > MOST_BYTES:
+        raise UsageError(
+            f"the prompt from {source} has more than {MOST_BYTES} bytes, which no context holds; "
+            "shorten it"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

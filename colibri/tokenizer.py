@@ -11,11 +11,13 @@ import codecs
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from colibri.errors import TokenizerError
@@ -24,6 +26,9 @@ from colibri.strictjson import parse_object
 
 EOS_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _MAX_ID = 1 << 24  # a corrupt id must not size a table
+_CHEAP = 1 << 16  # bytes of text that are encoded sooner than counted
+_COUNTED = 1 << 20  # bytes counted at a time: counting widens them
+Room = Callable[[int, int], None]  # (least tokens, bytes of text); raises when that is too much
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -115,8 +120,10 @@ class Tokenizer:
         added: list[AddedToken],
         vocab: dict[str, int],
         digest: str,
+        keeps_text: bool = True,
     ) -> None:
         self._core = core
+        self._keeps_text = keeps_text
         self.digest = digest
         self.added = {token.content: token for token in added}
         # The library looks for the un-normalised tokens first, then for the others in the rest.
@@ -140,11 +147,14 @@ class Tokenizer:
         raw = parse_object(data, str(path), TokenizerError)
         vocab = _check_byte_level(raw, path)
         entries = raw.get("added_tokens") or []
+        if not isinstance(entries, list):
+            raise _broken(path, f"added_tokens is {type(entries).__name__}, not a list")
         added = [AddedToken.parse(entry, path) for entry in entries]
         top = max([*vocab.values(), *(t.id for t in added)])
         if top >= _MAX_ID or min([0, *vocab.values(), *(t.id for t in added)]) < 0:
             raise _broken(path, f"token ids must lie in 0..{_MAX_ID - 1}")
-        return cls(_plain_core(raw, added, path), added, vocab, checksum([data]))
+        core = _plain_core(raw, added, path)
+        return cls(core, added, vocab, checksum([data]), _keeps_text(raw))
 
     def id_of(self, content: str) -> int | None:
         """The id of an added token by its text, None when the tokenizer has no such token."""
@@ -153,23 +163,54 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; markup such as `<|user|>` in it stays text. Nothing is prepended."""
-        if not text:
-            return []
-        try:
-            return self._core.encode(text, add_special_tokens=False).ids
-        except TypeError:  # lone surrogates: pair what pairs, replace the rest with U+FFFD
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._core.encode(text, add_special_tokens=False).ids
+        return self.encode_pieces([text])
 
-    def encode_template(self, text: str) -> list[int]:
+    def encode_template(self, text: str, room: Room | None = None) -> list[int]:
         """Ids of a template's text: added tokens are recognised. Nothing is prepended."""
+        return self.encode_pieces(self.split_markup(text), room)
+
+    def encode_pieces(self, pieces: Iterable[str | int], room: Room | None = None) -> list[int]:
+        """Ids of plain texts and of the ids between them, in order.
+
+        `room` hears how many a long text will be at least before any is made: what cannot fit
+        costs neither time nor memory. Other threads run meanwhile.
+        """
+        whole = [p if isinstance(p, int) else _without_surrogates(p) for p in pieces]
+        if room is not None:
+            data = "".join(p for p in whole if isinstance(p, str)).encode()
+            if len(data) > _CHEAP:
+                room(self._least(data) + sum(isinstance(p, int) for p in whole), len(data))
         ids: list[int] = []
-        for piece in self.split_markup(text):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids += self.encode(piece)
+        for piece in whole:
+            ids += [piece] if isinstance(piece, int) else self._encode(piece)
         return ids
+
+    def _encode(self, text: str) -> list[int]:
+        # A batch is encoded with the interpreter's lock released, a single text is not.
+        core = self._core
+        batch = getattr(core, "encode_batch_fast", core.encode_batch)
+        return batch([text], add_special_tokens=False)[0].ids if text else []
+
+    def _least(self, data: bytes) -> int:
+        """A number of tokens that plain text of these UTF-8 bytes cannot stay below."""
+        if not self._keeps_text:
+            return 0
+        parts = (data[at : at + _COUNTED] for at in range(0, len(data), _COUNTED))
+        counts = (np.bincount(np.frombuffer(part, np.uint8), minlength=256) for part in parts)
+        return int(sum(count @ self._shares for count in counts))
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        """f64 [256]: of a token, what a byte is at least: one part of the longest with that byte.
+
+        The parts of any one token's bytes add up to one at most, so a text's add up to no more
+        than its tokens.
+        """
+        shares = np.zeros(256)
+        for token in sorted(set(self._all), key=len, reverse=True):
+            for byte in token:
+                shares[byte] = shares[byte] or 1 / len(token)
+        return shares
 
     def split_markup(self, text: str) -> list[str | int]:
         """Cut text at its added tokens: plain strings (some empty) and ids, in order."""
@@ -212,6 +253,15 @@ class StreamDecoder:
         tail = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return tail
+
+
+def _without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: halves of a pair are joined, lone ones become U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _broken(path: Path, reason: str) -> TokenizerError:
@@ -262,13 +312,20 @@ def _has_byte_level(node: Any) -> bool:
     return node.get("type") == "ByteLevel" or any(map(_has_byte_level, inner))
 
 
+def _keeps_text(raw: dict[str, Any]) -> bool:
+    """Whether every byte of a text is in some token: nothing normalises or removes any."""
+    normalizer = raw.get("normalizer") or {}
+    nothing = not normalizer or normalizer == {"type": "Sequence", "normalizers": []}
+    return nothing and '"Removed"' not in json.dumps(raw.get("pre_tokenizer"))
+
+
 def _plain_core(raw: dict[str, Any], added: list[AddedToken], path: Path) -> tokenizers.Tokenizer:
     """The library's tokenizer without added tokens, prefix, truncation or padding.
 
     Its `encode_special_tokens` switch is not enough: it lets `special: false` tokens through.
     """
     model = dict(raw["model"])
-    model["vocab"] = _without_added(model, {t.content for t in added})
+    model["vocab"] = _without_added(model, {t.content for t in added}, path)
     off = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(raw | off | {"model": model}))
@@ -276,13 +333,18 @@ def _plain_core(raw: dict[str, Any], added: list[AddedToken], path: Path) -> tok
         raise _broken(path, f"the tokenizers library refuses it ({error})") from None
 
 
-def _without_added(model: dict[str, Any], contents: set[str]) -> dict[str, int]:
+def _without_added(model: dict[str, Any], contents: set[str], path: Path) -> dict[str, int]:
     """The vocabulary without added tokens that no merge makes, so that no text can hit them."""
     listed = {c for c in contents if c in model["vocab"] and c not in _BYTE_OF}
     if not listed:
         return model["vocab"]
-    for merge in model.get("merges") or []:
-        parts = merge.split(" ", 1) if isinstance(merge, str) else map(str, merge)
+    merges = model.get("merges") or []
+    if not isinstance(merges, list):
+        raise _broken(path, f"model.merges is {type(merges).__name__}, not a list")
+    for at, merge in enumerate(merges):
+        parts = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise _broken(path, f"model.merges[{at}] is {json.dumps(merge)[:80]}, not two strings")
         listed.discard("".join(parts))
     kept = dict(model["vocab"])
     for token in listed:

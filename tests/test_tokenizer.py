@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import text_fixtures as fixtures
@@ -162,6 +165,86 @@ def test_lone_surrogates_do_not_stop_encoding(glm):
     assert glm.decode(glm.encode_template("<think>\udcff")) == "<think>\ufffd"
 
 
+def test_other_threads_run_while_text_is_encoded(demo, monkeypatch):
+    """A long text stops nobody: a waiting thread gets its turn though none is taken from us."""
+    begin, seen = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: begin.wait() and seen.set(), daemon=True)
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        begin.set()
+        for _ in range(20):
+            demo.encode("some words and 12345 numbers; " * 5000)
+            if seen.is_set():
+                break
+        there = seen.is_set()
+    finally:
+        sys.setswitchinterval(before)
+    assert there
+
+
+def test_ids_do_not_depend_on_the_librarys_version(demo, monkeypatch):
+    """The fast batch, the older batch and a single text give the same ids."""
+    core = demo._core
+    texts = random_texts(500, list(demo.added))
+    fast = [demo.encode(text) for text in texts]
+    monkeypatch.setattr(demo, "_core", SimpleNamespace(encode_batch=core.encode_batch))
+    assert [demo.encode(text) for text in texts] == fast
+    assert [core.encode(text, add_special_tokens=False).ids for text in texts] == fast
+
+
+class Full(Exception):
+    """No room."""
+
+
+def full(count: int, nbytes: int) -> None:
+    """Refuse everything, with the numbers."""
+    raise Full(count, nbytes)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(demo, monkeypatch):
+    """`room` hears the size of a long text and may refuse before any of it is encoded."""
+    text = "word " * 20_000
+    count = len(demo.encode(text))
+    monkeypatch.setattr(demo, "_core", None)
+    for refused in (
+        lambda: demo.encode_pieces([7, text], full),
+        lambda: demo.encode_template("<|user|>" + text, full),
+    ):
+        with pytest.raises(Full) as caught:
+            refused()
+        least, nbytes = caught.value.args
+        assert nbytes == len(text) and len(text) // 15 < least <= count + 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=NASTY_TEXT)
+def test_no_text_has_fewer_tokens_than_are_said_to_be_least(glm, demo, text):
+    """What `room` hears is never more than the tokens there are, runs of any byte included."""
+    for tok in (glm, demo, fixtures.big_tokenizer()):
+        for longer in (text, text * 20, " " * len(text) * 7):
+            assert tok._least(longer.encode()) <= len(tok.encode(longer))
+
+
+def _replacing(raw):
+    raw["normalizer"] = {"type": "Replace", "pattern": {"String": "word "}, "content": ""}
+
+
+def _removing(raw):
+    words = {"type": "Split", "pattern": {"String": "word "}, "invert": False}
+    raw["pre_tokenizer"]["pretokenizers"].insert(0, {**words, "behavior": "Removed"})
+
+
+@pytest.mark.parametrize("change", [_replacing, _removing])
+def test_text_that_may_vanish_is_not_counted(change, tmp_path):
+    """A tokenizer that removes text may fit any text: none is refused unseen."""
+    tok = edited(fixtures.write_glm_like(tmp_path), tmp_path, change)
+    heard = []
+    ids = tok.encode_pieces(["word " * 20_000], lambda *sizes: heard.append(sizes))
+    assert (ids, heard) == ([], [(0, 100_000)])
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_streaming_equals_one_shot_decoding(glm, byte_ids, data):
@@ -282,6 +365,7 @@ def _set(path, value):
         (_set(["model", "vocab", "a"], 1 << 40), "must lie in"),
         (_set(["model", "vocab", "a"], -1), "must lie in"),
         (_set(["model", "merges"], [["zz", "qq"]]), "library refuses"),
+        (_set(["added_tokens"], 1), "added_tokens is int, not a list"),
         (_set(["added_tokens", 0, "content"], ""), "no usable id"),
         (_set(["added_tokens", 0, "id"], None), "no usable id"),
         (lambda raw: raw["model"]["vocab"].pop("a"), "no token for the bytes 61"),
@@ -295,3 +379,17 @@ def test_unusable_tokenizers_are_refused(change, reason, tmp_path):
 
     with pytest.raises(TokenizerError, match=reason):
         edited(fixtures.write_glm_like(tmp_path), tmp_path, apply)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_set(["model", "merges", 3], 7), r"model\.merges\[3\] is 7, not two strings"),
+        (_set(["model", "merges", 3], ["a", 7]), r'merges\[3\] is \["a", 7\], not two strings'),
+        (_set(["model", "merges"], 1), r"model\.merges is int, not a list"),
+    ],
+)
+def test_merges_of_another_kind_are_refused(change, reason, tmp_path):
+    """The same where merges are looked through, as added tokens are also in the vocabulary."""
+    with pytest.raises(TokenizerError, match=reason):
+        edited(fixtures.demo_directory(), tmp_path, change)

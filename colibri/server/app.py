@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from colibri.answer import Prompt
+from colibri.answer import MOST_BYTES, Prompt
 from colibri.server import asked, fields, metrics, pages
 from colibri.server.asked import Asked, ChatAsked, CompletionAsked
 from colibri.server.guard import Guard, Guarded
@@ -27,8 +27,6 @@ from colibri.server.service import Service
 from colibri.server.shapes import ChatShape, CompletionShape, Shape
 from colibri.server.stream import EventStream, events, refusal_of
 from colibri.server.tools import ToolParser
-
-MOST_BYTES = 32 << 20  # of a request's body
 
 
 def make_app(service: Service) -> Any:

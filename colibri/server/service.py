@@ -65,8 +65,11 @@ class Service:
                 thinking=settings.thinking if asked.thinking is None else asked.thinking,
                 effort=asked.effort or settings.effort,
                 tools=asked.tools,
+                room=self.engine.require_room,
                 **options,
             )
+        except ContextFull as error:
+            raise _full(error, "messages") from None
         except UsageError as error:
             raise Refusal(f"{error}.", "messages") from None
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -82,7 +85,7 @@ class Service:
         """Text as `colibri run --raw` takes it, or token ids as they are."""
         self._check_model(asked)
         if isinstance(asked.prompt, str):
-            prompt = self.engine.raw(asked.prompt)
+            prompt = self._raw(asked.prompt)
         else:
             used = self.engine.tokenizer.vocab_used
             bad = next((i for i in asked.prompt if not 0 <= i < used), None)
@@ -93,6 +96,12 @@ class Service:
             raise Refusal("prompt is empty, and this model has no prefix to begin with.", "prompt")
         self._check_room(prompt.ids, "prompt")
         return prompt
+
+    def _raw(self, text: str) -> Prompt:
+        try:
+            return self.engine.raw(text)
+        except ContextFull as error:
+            raise _full(error, "prompt") from None
 
     def sampling(self, asked: Asked) -> SamplingParams:
         """The server's own parameters but for what the request says."""
@@ -152,4 +161,8 @@ class Service:
         try:
             self.engine.require_room(len(ids))
         except ContextFull as error:
-            raise Refusal(str(error), param, code="context_length_exceeded") from None
+            raise _full(error, param) from None
+
+
+def _full(error: ContextFull, param: str) -> Refusal:
+    return Refusal(str(error), param, code="context_length_exceeded")
