@@ -25,6 +25,8 @@ from colibri.session import Session
 from colibri.state import (
     PARTIAL,
     State,
+    entries,
+    failed,
     make_directory,
     read_document,
     write_document,
@@ -151,8 +153,15 @@ class Saved:
 
     @property
     def exists(self) -> bool:
-        """Whether something is saved under this name."""
-        return (self.directory / DOCUMENT).exists()
+        """Whether something is saved under this name; StateError when that cannot be seen."""
+        path = self.directory / DOCUMENT
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as why:
+            raise failed(path, "read", why) from why
+        return True
 
     def open(self) -> Document | None:
         """Read the document; None when nothing was saved. StateError names what does not fit."""
@@ -226,7 +235,7 @@ class Saved:
         self, caches: dict[Place, np.ndarray], main: tuple[int, int], mtp: tuple[int, int]
     ) -> Segment:
         """Rows [first, last) of every cache, as a file with a new name."""
-        taken = [_ROWS.fullmatch(path.name) for path in self.directory.iterdir()]
+        taken = [_ROWS.fullmatch(path.name) for path in entries(self.directory)]
         name = f"rows-{max((int(found[1]) for found in taken if found), default=0) + 1}"
         digest, size = hashlib.blake2b(digest_size=16), 0
         with writing(self.directory / name) as file:
@@ -329,9 +338,9 @@ def _fill(file: BinaryIO, rows: memoryview) -> None:
 def names(state: State) -> list[tuple[str, str]]:
     """(name, when it was saved) of every saved conversation, the newest first."""
     found = []
-    for path in state.place("sessions").glob(f"*/{DOCUMENT}"):
+    for path in entries(state.place("sessions")):
         with suppress(OSError):
-            found.append((path.stat().st_mtime, path.parent.name))
+            found.append(((path / DOCUMENT).stat().st_mtime, path.name))
     newest = sorted(found, reverse=True)
     return [(name, time.strftime(_MOMENT, time.localtime(at))) for at, name in newest]
 

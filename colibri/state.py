@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colibri.errors import StateError
+from colibri.errors import StateError, UsageError
 from colibri.strictjson import parse_object
 
 PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
@@ -28,7 +28,10 @@ class State:
     """
 
     def __init__(self, root: str | Path | None, warn: Callable[[str], None]) -> None:
-        self.root = None if root is None else Path(root).expanduser()
+        try:
+            self.root = None if root is None else Path(root).expanduser()
+        except RuntimeError:  # nobody of that name
+            raise UsageError(f"COLIBRI_STATE is {str(root)!r}, and there is no such home") from None
         self._warn = warn
         self._told: set[str] = set()
 
@@ -55,6 +58,14 @@ class State:
         return True
 
 
+def failed(path: Path, action: str, why: OSError) -> StateError:
+    """The error that a path cannot be "made", "read" or "written", and what can be done."""
+    return StateError(
+        f"{path}: cannot be {action}: {why.strerror or why}; see to its disk and permissions, "
+        "or set COLIBRI_STATE to another directory"
+    )
+
+
 # ---- files --------------------------------------------------------------------------------------
 
 
@@ -63,7 +74,17 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as why:
-        raise StateError(f"{path}: {why.strerror}") from why
+        raise failed(path, "made", why) from why
+
+
+def entries(path: Path) -> list[Path]:
+    """What is in a directory, nothing when there is none; StateError when it cannot be read."""
+    try:
+        return list(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as why:
+        raise failed(path, "read", why) from why
 
 
 @contextmanager
@@ -82,7 +103,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
         sync_directory(path.parent)
     except OSError as why:
-        raise StateError(f"{path}: cannot be written: {why.strerror}") from why
+        raise failed(path, "written", why) from why
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -113,7 +134,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as why:
-        raise StateError(f"{path}: cannot be read: {why.strerror}") from why
+        raise failed(path, "read", why) from why
     line, _, rest = data.partition(b"\n")
     if rest.decode("ascii", "replace").strip() != _SUM + checksum([line]):
         raise StateError(f"{path}: is damaged (its checksum differs); remove it")

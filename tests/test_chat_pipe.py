@@ -237,6 +237,29 @@ def test_a_session_that_cannot_be_kept(command, monkeypatch, name, state, status
     assert result.status == status and result.err.count("\n") == 1 and words in result.err
 
 
+@pytest.mark.parametrize("word", ["/load", "/save"])
+def test_a_file_system_that_refuses_a_name(talk, command, tmp_path, word):
+    """256 bytes are too many for it. The error names the place and the way out, and what was said
+    is still there."""
+    (tmp_path / "state" / "sessions").mkdir(parents=True)
+    name = 64 * "\U00010400"
+    result = talk(SNOW, f"{word} {name}", "/retry", flags=("--quiet",))
+    assert result.status == 1 and result.out == 2 * one(command, SNOW)
+    assert result.err.count("\n") == 1 and re.search(
+        r"sessions/.*: cannot be read: File name too long; see to .* set COLIBRI_STATE", result.err
+    )
+
+
+def test_sessions_that_cannot_be_read(talk, command, tmp_path):
+    """A list that cannot be read is not an empty one, and ends no chat."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "sessions").symlink_to("sessions")
+    for line in ("/load", "/load a", "/save a"):
+        result = talk(line, SNOW, flags=("--quiet",))
+        assert result.status == 1 and result.out == one(command, SNOW)
+        assert "cannot be read: Too many levels of symbolic links; see to" in result.err
+
+
 def test_flags_win_over_what_was_saved(talk):
     """A system message given now replaces the saved one; not given, the saved one stays."""
     talk(SNOW, flags=("--session", "s", "--system", "Be brief."))

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from colibri.errors import StateError
-from colibri.state import PARTIAL, writing
+from colibri.errors import StateError, UsageError
+from colibri.state import PARTIAL, State, writing
 
 
 def test_two_writers_at_once(tmp_path):
@@ -44,3 +44,9 @@ def test_what_killed_writers_leave(tmp_path):
     with writing(tmp_path / "file") as file:
         file.write(b"whole")
     assert {path.name for path in tmp_path.iterdir()} == {"file", young.name, others.name}
+
+
+def test_a_home_that_is_not_there():
+    """Another user's directory that does not exist is named with the knob."""
+    with pytest.raises(UsageError, match="COLIBRI_STATE is '~nobody-of-that-name/x'"):
+        State("~nobody-of-that-name/x", print)
