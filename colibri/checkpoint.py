@@ -13,6 +13,7 @@ INDEX = "model.safetensors.index.json"
 WORK = ".conversion"  # inside a directory into which a conversion has not ended
 MISSING_LIMIT = 100_000  # missing tensors listed at most: config.json may promise millions
 _OF = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)\d+\..+")
 _OUT = re.compile(r"(out(?:-[a-z]+)?)-(\d{5})\.safetensors")
 
 
@@ -28,8 +29,7 @@ class Checkpoint(NamedTuple):
         present = {shard.path.name for shard in self.shards}
         found = {f"{name} (gap in the numbering)": None for name in _numbering_gaps(present)}
         index = _weight_map(self.directory)
-        for name in names:
-            file = index.get(name)
+        for file in (index.get(stored) for name in names for stored in _stored_as(name)):
             if isinstance(file, str) and file not in present:
                 found[f"{file} (listed in {INDEX})"] = None
         return list(found)
@@ -119,6 +119,13 @@ def _of_gaps(present: set[str]) -> list[str]:
         names = [f"{prefix}-{k:0{width}}-of-{total}.safetensors" for k in numbers]
         gaps += [name for name in names if name not in present]
     return gaps
+
+
+def _stored_as(name: str) -> list[str]:
+    """A tensor's name, and those of what may hold an expert's matrices among all of its layer's."""
+    found = _EXPERT.fullmatch(name)
+    packed = ("records", "gate_up_proj", "down_proj") if found else ()
+    return [name, *(found[1] + whole for whole in packed if found)]
 
 
 def _numbering_gaps(present: set[str]) -> list[str]:

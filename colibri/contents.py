@@ -1,6 +1,7 @@
 """What a set of tensors makes of a model: its MTP layer, its indexers, and what is missing."""
 
 import re
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -72,13 +73,8 @@ class Contents:
 
     def note_unused(self, used: set[str], suffixes: tuple[str, ...]) -> None:
         """Say which stored tensors no part of the model uses; `suffixes` are those of scales."""
-        sparse = {f"model.layers.{layer}" for layer in self.sparse_layers}
-        unused = [
-            name
-            for name in self.tensors
-            if name.partition(".mlp.experts.")[0] not in sparse
-            and _stem(name, suffixes) not in used
-        ]
+        known = used.union(self._expert_names())
+        unused = [name for name in self.tensors if _stem(name, suffixes) not in known]
         if unused:
             self.notes.append(
                 f"stored tensors that are not part of this model are ignored: {len(unused)}, "
@@ -136,6 +132,10 @@ class Contents:
             self.notes.append("the MTP layer has no indexer: its drafts attend to every key")
         return False
 
+    def _expert_names(self) -> Iterator[str]:
+        for layer in self.sparse_layers:
+            yield from expert_tensor_names(self.checkpoint, self.config, layer)
+
     def _require_entries(self) -> list[Entry]:
         """All entries outside the routed experts; ContainerError lists what is missing."""
         entries = inventory.global_entries(self.config)
@@ -143,12 +143,7 @@ class Contents:
             entries += inventory.layer_entries(self.config, layer)
             if self._index_kind(layer) == INDEX_FULL:
                 entries += inventory.indexer_entries(self.config, layer)
-        experts = (
-            name
-            for layer in self.sparse_layers
-            for name in expert_tensor_names(self.checkpoint, self.config, layer)
-        )
-        names = chain((entry.name for entry in entries), experts)
+        names = chain((entry.name for entry in entries), self._expert_names())
         absent = (name for name in names if name not in self.tensors)
         missing = list(islice(absent, MISSING_LIMIT))
         if missing:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class Shard(NamedTuple):
 def read_shard(path: Path, number: int = 0) -> Shard:
     """Read and check the header of a safetensors file; ContainerError names file and fault."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for a writer
+            raise ContainerError(f"{path}: is no regular file; remove it, or fetch it again")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = _read_header(file, path, size)
