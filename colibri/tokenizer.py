@@ -186,10 +186,12 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
         # A batch is encoded with the interpreter's lock released, a single text is not.
         core = self._core
         batch = getattr(core, "encode_batch_fast", core.encode_batch)
-        return batch([text], add_special_tokens=False)[0].ids if text else []
+        return batch([text], add_special_tokens=False)[0].ids
 
     def _least(self, data: bytes) -> int:
         """A number of tokens that plain text of these UTF-8 bytes cannot stay below."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import pytest
 import colibri
 from colibri import cli
 from colibri import run as run_module
-from colibri.errors import ColibriError
+from colibri.answer import MOST_BYTES
+from colibri.errors import ColibriError, UsageError
 from colibri.session import Session
 
 
@@ -35,6 +38,11 @@ def stray(tmp_path):
         ("run -p Hi --temp hot", 2, "--temp is 'hot'; expected a number from 0 to 100"),
         ("run -p Hi --tmep 1", 2, "--tmep"),
         ("run -p Hi --seed", 2, "--seed"),
+        ("run -p --stats", 2, "'-p' requires a value, and --stats is an option"),
+        ("run --temp 0 --prompt -n 5", 2, "if it is the value: --prompt=-n. Try 'colibri run --h"),
+        ("run -n -p Hi", 2, "if it is the value: --max-tokens=-p."),
+        ("plan --shape --json", 2, "'--shape' requires a value, and --json is an option"),
+        ("convert a b --experts --dry-run", 2, "'--experts' requires a value"),
         ("rum -p Hi", 2, "Did you mean 'run'?"),
         ("run a b", 2, "unexpected extra argument"),
         ("repack a b", 2, "Missing option '--to'. Choose from: colibri, public. Try 'colibri re"),
@@ -60,6 +68,14 @@ def test_errors(command, stray, arguments, status, message):
     assert (result.status, result.out) == (status, "")
     assert result.err.startswith("colibri: error: ") and result.err.count("\n") == 1
     assert message in result.err
+
+
+def test_a_prompt_that_is_an_option(command):
+    """It can be written, behind an equals sign."""
+    plain = command.answer("--prompt=--stats", "-n", "3", "--temp", "0")
+    assert plain == plain | command.answer("-n", "3", "--temp", "0", stdin=b"--stats") | {
+        "stats": plain["stats"]
+    }
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t \n"])
@@ -114,6 +130,44 @@ def test_long_prompt(command):
     assert "the context holds 128" in result.err and "--ctx raises it, to 1024" in result.err
     result = command("run", "-p", "word " * 1500)
     assert "the context holds 1024" in result.err and "shorten the prompt" in result.err
+
+
+@pytest.mark.parametrize("raw", [(), ("--raw",)])
+def test_prompt_that_cannot_fit(command, tmp_path, raw):
+    """Megabytes are refused with their size and what that is in tokens at least."""
+    (tmp_path / "long").write_text("word " * 400_000)
+    result = command("run", "--prompt-file", str(tmp_path / "long"), *raw)
+    assert (result.status, result.out) == (1, "")
+    numbers = r"has \d{7} bytes, at least \d{6} tokens, and the context holds 1024, answer included"
+    assert re.search(numbers, result.err)
+
+
+class Endless(io.RawIOBase):
+    """What `yes` writes; it does not run for ever if everything is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        assert self.given <= MOST_BYTES + (1 << 20), "more was read than a prompt may have"
+        buffer[:] = b"y\n" * (len(buffer) // 2) + b"y" * (len(buffer) % 2)
+        self.given += len(buffer)
+        return len(buffer)
+
+
+def test_prompt_that_never_ends(command, tmp_path, monkeypatch):
+    """No more is read, of stdin or a file, than a prompt may have; the limit is told."""
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    result = command("run", "--prompt-file", str(tmp_path / "long"))
+    assert result.status == 2 and f"long has more than {MOST_BYTES} bytes" in result.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    with pytest.raises(UsageError, match=f"from stdin has more than {MOST_BYTES} bytes"):
+        run_module.read_prompt(None, None, raw=False)
 
 
 def test_debug_shows_the_traceback(command):

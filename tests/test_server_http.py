@@ -141,6 +141,20 @@ def test_too_long(server, stream_it):
     assert numbers in answer.error["message"] and count > 1500
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_far_too_long(server, path, monkeypatch):
+    """Megabytes that cannot fit are refused with their size, and nothing of them is encoded."""
+    text = "fox " * 800_000
+    field = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.tokenizer, "_core", None)
+        answer = server.post(path, field)
+    assert answer.status == 400 and answer.error["code"] == "context_length_exceeded"
+    assert answer.error["param"] == next(iter(field))
+    numbers = r"prompt has 32000\d\d bytes, at least \d{6} tokens, and the context holds 1024"
+    assert re.search(numbers, answer.error["message"])
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [None, 1e9, 10**12, 100000])
 def test_missing_and_huge_limits(server, name, value):
