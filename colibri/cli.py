@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,31 @@ class Command(click.Command):
     """A command whose options are shown by group; a bare --stats means --stats=table."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Fill in the value that may be left out."""
+        """Fill in the value that may be left out; no other option takes an option for its value."""
+        self._require_values(ctx, args)
         words = knobs.BY_NAME["stats"].kind.words
         for at, following in enumerate([*args[1:], ""]):
             if args[at : at + 1] == ["--stats"] and following not in words:
                 args[at] = "--stats=table"
         return super().parse_args(ctx, args)
+
+    def _require_values(self, ctx: click.Context, args: list[str]) -> None:
+        options = {
+            name: param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        before = args[: args.index("--")] if "--" in args else args
+        for name, following in pairwise(before):
+            param = options.get(name)
+            if param and not param.is_flag and name != "--stats" and following in options:
+                raise click.BadOptionUsage(
+                    name,
+                    f"Option '{name}' requires a value, and {following} is an option; if it is the "
+                    f"value: {max(param.opts, key=len)}={following}.",
+                    ctx,
+                )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One section per group of the knob table, what is left under "Options"."""
