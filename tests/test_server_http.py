@@ -21,8 +21,12 @@ from serving import (
     serving,
     wait_for,
 )
+from starlette.datastructures import Headers
 
+from colibri.knobs import Settings
 from colibri.server import stream
+from colibri.server.guard import Guard
+from colibri.server.refusal import Refusal
 from colibri.session import Session
 
 LONG = [{"role": "user", "content": "Tell me. " * 200}]
@@ -477,7 +481,7 @@ def test_origin(server):
     """Pages of other sites are refused, the server's own is not."""
     own = server.get("/v1/models", origin="http://localhost", host="localhost")
     assert own.status == 200 and "access-control-allow-origin" not in own.headers
-    for origin in ("https://evil.example", "null"):
+    for origin in ("https://evil.example", "null", "http://[", "http://[::1", "//["):
         answer = server.get("/v1/models", origin=origin)
         assert answer.status == 403 and "--allow-origin" in answer.error["message"]
 
@@ -502,6 +506,24 @@ def test_key_hosts_and_origins():
             preflight = read_answer(sock)
         assert preflight.status == 204
         assert "authorization" in preflight.headers["access-control-allow-headers"]
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "klíč", "à", "Å", "ключ\u00a0"])
+def test_key_of_any_letters(key):
+    """A key of any letters is known by its UTF-8, and by its Latin-1 if it has one; no other is."""
+    guard = Guard.of(Settings.resolve({"api_key": key}, {}))
+    forms = [key.encode()] + ([key.encode("latin-1")] if max(key) < "\u0100" else [])
+
+    def check(sent: bytes) -> None:
+        raw = [(b"host", b"localhost"), (b"authorization", b"Bearer " + sent)]
+        guard.check("GET", "/v1/models", Headers(raw=raw))
+
+    for form in forms:
+        check(form)
+        for wrong in (form[:-1], form + b"x", key.encode("utf-16-le"), b"\xff", b""):
+            with pytest.raises(Refusal) as refused:
+                check(wrong)
+            assert refused.value.status == 401
 
 
 # ---- the rest -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,7 +61,10 @@ class Guard:
         return origin in self.origins or "*" in self.origins
 
     def _same(self, origin: str, headers: Headers) -> bool:
-        return bool(origin) and urlsplit(origin).netloc == headers.get("host")
+        try:
+            return bool(origin) and urlsplit(origin).netloc == headers.get("host")
+        except ValueError:  # no URL at all
+            return False
 
     def _check_host(self, host: str) -> None:
         name = _name(host)
@@ -75,8 +79,10 @@ class Guard:
 
     def _check_key(self, authorization: str) -> None:
         scheme, _, given = authorization.partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
-        if scheme.lower() != "bearer" or not right:
+        # Headers are bytes, shown as Latin-1: blanks other than ASCII's are parts of letters.
+        sent = given.strip(" \t").encode("latin-1")
+        right = [hmac.compare_digest(sent, key) for key in _bytes(self.key or "")]
+        if scheme.lower() != "bearer" or not any(right):
             raise Refusal(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY.",
                 status=401,
@@ -126,6 +132,14 @@ def _with(send: Any, headers: dict[str, str]) -> Any:
         await send(message)
 
     return sending
+
+
+def _bytes(key: str) -> list[bytes]:
+    """What clients send for a key: most its UTF-8; browsers, where it exists, its Latin-1."""
+    forms = [key.encode("utf-8", "surrogateescape")]
+    with suppress(UnicodeEncodeError):
+        forms.append(key.encode("latin-1"))
+    return forms
 
 
 def _list(text: str | None) -> list[str]:
