@@ -34,6 +34,7 @@ def serve(settings: Settings) -> int:
         ) from None
     terminal = Terminal.of(settings.screen, settings.quiet)
     require_key(settings)
+    _require_origins(settings)
     model_directory(settings)
     listener = bind(settings.host, settings.port)
     with listener:
@@ -53,6 +54,13 @@ def require_key(settings: Settings) -> None:
             f"--host {settings.host} lets other machines in, so a key is required: set "
             "COLIBRI_API_KEY (or --api-key), or listen on 127.0.0.1"
         )
+
+
+def _require_origins(settings: Settings) -> None:
+    """UsageError now, not when the model has been loaded."""
+    from colibri.server.guard import Guard
+
+    Guard.of(settings)
 
 
 def is_loopback(host: str) -> bool:

@@ -18,6 +18,7 @@ from test_run import environment
 
 from colibri.knobs import Settings
 from colibri.serve_cli import announce, is_loopback
+from colibri.server.guard import Guard
 
 LIMIT = 60
 
@@ -120,6 +121,30 @@ def test_conversations_fit_the_memory(command):
     """More conversations than memory has room for are refused with the numbers."""
     result = command("serve", "--ram", "130M", "--conversations", "64")
     assert result.status == 2 and "the caches" in result.err and "do not fit" in result.err
+
+
+@pytest.mark.parametrize(
+    "origins",
+    ["***", "app.example", "https://", "https://*.example", "https://a.example/app", "https://[",
+     "https://a.example, b.example", "https://a b.example", "https://me@a.example"],
+)  # fmt: skip
+def test_origins_that_are_none(command, origins):
+    """What no browser would send as an origin is refused before the model is looked for."""
+    result = command("serve", "/nowhere", "--allow-origin", origins)
+    assert result.status == 2 and "which is no origin" in result.err
+    assert repr(origins.split(", ")[-1]) in result.err and "https://app.example" in result.err
+
+
+def test_origins():
+    """Origins are taken as browsers write them; * stands for all."""
+    given = "https://App.example/, http://127.0.0.1:3000,http://[::1]:80,null, app://obsidian.md,"
+    guard = Guard.of(Settings.resolve({"allow_origin": given}, {}))
+    assert guard.origins == {
+        "https://app.example", "http://127.0.0.1:3000", "http://[::1]:80", "null",
+        "app://obsidian.md",
+    }  # fmt: skip
+    assert not guard.lets("https://b.example") and guard.lets("https://app.example")
+    assert Guard.of(Settings.resolve({"allow_origin": "*"}, {})).lets("https://b.example")
 
 
 def test_no_model(command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 
+from colibri.errors import UsageError
 from colibri.knobs import Settings
 from colibri.server import pages
 from colibri.server.refusal import Refusal, encode
 
 PUBLIC = frozenset({"/health", *pages.FILES})
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "authorization, content-type",
@@ -36,10 +39,13 @@ class Guard:
 
     @classmethod
     def of(cls, settings: Settings) -> Guard:
-        """From the knobs; the machine's own names and the address bound to are always known."""
+        """From the knobs; the machine's own names and the address bound to are always known.
+
+        UsageError when --allow-origin has what no browser would send.
+        """
         own = {"localhost", socket.gethostname().lower(), settings.host.lower()}
         hosts = own | {name.lower() for name in _list(settings.allow_host)}
-        origins = frozenset(origin.rstrip("/") for origin in _list(settings.allow_origin))
+        origins = frozenset(map(_origin, _list(settings.allow_origin)))
         return cls(frozenset(hosts), origins, settings.api_key)
 
     def check(self, method: str, path: str, headers: Headers) -> None:
@@ -144,6 +150,17 @@ def _bytes(key: str) -> list[bytes]:
 
 def _list(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers write it."""
+    origin = text.rstrip("/").lower()
+    if origin in ("*", "null") or _ORIGIN.fullmatch(origin):
+        return origin
+    raise UsageError(
+        f"--allow-origin has {text!r}, which is no origin; give scheme://host or "
+        "scheme://host:port, as in https://app.example, or * for every one"
+    )
 
 
 def _name(host: str) -> str:
