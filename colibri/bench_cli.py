@@ -144,14 +144,16 @@ def bench_command(model: str | None, trace: Path | None, json_file: Path | None,
 
     container = Container.open(model_directory(Settings.resolve({"model": model})))
     request = replace(request_of(options), trace=trace is not None)
+    if trace and "stream" not in request.sections:
+        raise UsageError("--trace keeps streamed tokens; add stream to --only")
+    for path in filter(None, (json_file, trace)):
+        require_writable(path)  # before the rounds, which may take an hour
     bench = Bench(container, request, lambda text: click.echo(text, err=True))
     report = bench.run()
     click.echo(render(report))
     if json_file:
         write(json_file, json.dumps(report, indent=1) + "\n")
-    if trace:
-        if bench.trace is None:
-            raise UsageError("--trace keeps streamed tokens, and nothing was streamed")
+    if trace and bench.trace:
         bench.trace.save(trace)
 
 
@@ -202,9 +204,26 @@ def arms_of(
     return tuple(dict.fromkeys(arms))
 
 
+def require_writable(path: Path) -> None:
+    """UsageError when a file cannot be written; what is there stays as it is."""
+    try:
+        is_new = not path.exists()
+        if is_new or not path.is_fifo():  # opening a pipe would be felt at its other end
+            path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as why:
+        raise _cannot_write(path, why) from why
+
+
 def write(path: Path, text: str) -> None:
     """Write a small text file; UsageError says why not."""
     try:
         path.write_text(text)
     except OSError as why:
-        raise UsageError(f"{path}: cannot be written: {why.strerror}") from why
+        raise _cannot_write(path, why) from why
+
+
+def _cannot_write(path: Path, why: OSError) -> UsageError:
+    fault = f"{path}: cannot be written: {why.strerror}"
+    return UsageError(f"{fault}; give a file in a directory that is there, and yours to write to")

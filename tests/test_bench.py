@@ -11,7 +11,7 @@ import pytest
 
 from colibri import figures, machine
 from colibri.bench import Arm, Bench, Request, record_bytes
-from colibri.bench_cli import arms_of, request_of
+from colibri.bench_cli import arms_of, request_of, require_writable
 from colibri.bench_report import render
 from colibri.cli import main
 from colibri.container import Container
@@ -363,6 +363,27 @@ def test_wrong_options_are_usage_errors(args, capsys):
     """One line on stderr that names the fault, exit status 2."""
     assert main(["bench", *args]) == Exit.USAGE
     assert capsys.readouterr().err.startswith("colibri: error: ")
+
+
+@pytest.mark.parametrize("option", ["--json", "--trace"])
+def test_files_that_cannot_be_written(tmp_path, monkeypatch, capsys, option):
+    """They are found out before anything is measured; one that can be is left as it was."""
+    monkeypatch.setattr(Bench, "run", lambda bench: pytest.fail("it was measured"))
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        assert main(["bench", option, str(path)]) == Exit.USAGE
+        assert f"{path}: cannot be written: " in capsys.readouterr().err
+    (tmp_path / "old").write_text("kept")
+    for path in (tmp_path / "old", tmp_path / "new"):
+        require_writable(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+def test_a_trace_of_nothing(tmp_path, monkeypatch, capsys):
+    """--trace without a section that streams is refused before anything is measured."""
+    monkeypatch.setattr(Bench, "run", lambda bench: pytest.fail("it was measured"))
+    assert main(["bench", "--only", "decode", "--trace", str(tmp_path / "t")]) == Exit.USAGE
+    assert "--trace keeps streamed tokens; add stream" in capsys.readouterr().err
 
 
 def test_quick_changes_only_what_was_not_given():
