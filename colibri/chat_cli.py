@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 GROUPS = (knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT)
 EPILOG = """\b
-/help in the chat lists its commands. Exit status: 0 the end, 1 error (from a pipe: also of a
-single turn), 2 wrong usage, 130 ended by Ctrl-C.
+/help in the chat lists its commands. Exit status: 0 the end, 1 error (also a session that could
+not be saved; from a pipe, also of a single turn), 2 wrong usage, 130 ended by Ctrl-C.
 """
 WITHOUT = ("raw", "stats")  # knobs that mean nothing here
 

@@ -6,7 +6,8 @@ handler writes each signal's number to a pipe at once. The core watches that pip
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 
@@ -62,3 +63,20 @@ class Interrupts:
             self._on_first()
         if self.count > 1:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Ctrl-C waits until the block is done, and then does what it would have done at once."""
+    waiting: list[int] = []
+    try:
+        old = signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+    except ValueError:  # not the main thread: it is not interrupted
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+        if waiting and callable(old):  # not raised anew: Interrupts would count it twice
+            old(signal.SIGINT, None)

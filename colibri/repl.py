@@ -8,7 +8,7 @@ from colibri.answer import REASONING
 from colibri.conversation import Conversation
 from colibri.engine import Engine
 from colibri.errors import ColibriError, ContextFull, Exit, StateError, UsageError
-from colibri.interrupt import Interrupts
+from colibri.interrupt import Interrupts, held
 from colibri.lines import Lines
 from colibri.resident import Resident
 from colibri.saved import DamagedRows, Saved
@@ -43,11 +43,21 @@ class Repl:
         self._last: Turn | None = None
         self._leaving = False  # one more Ctrl-C ends it
         self._failed = False
+        self._unsaved = False  # what was said last is not in `saved` yet
+        self._lost = False
 
     def run(self) -> int:
         """Until the end of input, /quit, or Ctrl-C twice; returns the exit status."""
+        try:
+            status = self._talk()
+        finally:
+            self._finish()
+        return status or (Exit.ERROR if self._lost else Exit.OK)
+
+    def _talk(self) -> int:
         while True:
             try:
+                self._keep()
                 line = self.lines.read()
                 if line is None or (line.strip() and not self.take(line)):
                     break
@@ -96,19 +106,22 @@ class Repl:
             try:
                 self._show(turn)
             finally:
-                turn.session.watch(-1)
+                with held():
+                    self._settle(turn)
+                    self._leaving = interrupts.requested
+                self._leaving = interrupts.requested  # one that waited counts
                 self.terminal.clear()
                 self.terminal.end()
-                self.talk.settle(turn)
-                self._last = turn
-                self._leaving = interrupts.requested
-                if interrupts.count > 1:
-                    self._keep()
         if turn.receipt:
             for note in turn.receipt.notes:
                 self.terminal.note(f"colibri: note: {note}")
             self._say(status(turn.receipt, self.terminal.width))
-        self._keep()
+
+    def _settle(self, turn: Turn) -> None:
+        turn.session.watch(-1)
+        self.talk.settle(turn)
+        self._last = turn
+        self._unsaved = True
 
     def _show(self, turn: Turn) -> None:
         hidden = spaces = 0
@@ -130,13 +143,31 @@ class Repl:
         if self.terminal.watched:
             self._say(f"(thought {plural(len(turn.reasoning.split()), 'word')}; /think show)")
 
+    # ---- saving -----------------------------------------------------------------------------
+
     def _keep(self) -> None:
-        """Save the conversation, if it has a name."""
-        if self.saved:
-            kept, talk = self.saved, self.talk
-            session = self.engine.slot.session
-            what = f"session {kept.name!r}"
-            self._state.keep(what, lambda: kept.save(session, talk.as_dict()))
+        """Save what is new, if the conversation has a name; a failure is tried again later."""
+        if self.saved and self._unsaved:
+            self._state.keep(f"session {self.saved.name!r}", self._save)
+
+    def _save(self) -> None:
+        """Save under its name, however much is new; Ctrl-C waits until that is done."""
+        assert self.saved is not None
+        self._unsaved = True
+        with held():
+            self.saved.save(self.engine.slot.session, self.talk.as_dict())
+            self._unsaved = False
+
+    def _finish(self) -> None:
+        """The conversation ends: what is still unsaved is saved now, or an error says it is not."""
+        if not self.saved or not self._unsaved:
+            return
+        with held():  # also while it is told
+            try:
+                self._save()
+            except StateError as error:
+                self._lost = True
+                self._fail(f"session {self.saved.name!r} is not saved as it was left: {error}")
 
     # ---- commands ---------------------------------------------------------------------------
 
@@ -152,7 +183,9 @@ class Repl:
         self.terminal.note(commands.help_text(self.terminal.width))
 
     def _do_reset(self, argument: str) -> None:
+        self._finish()
         self.talk.reset()
+        self._unsaved = False
         self._say("the conversation is forgotten")
         if self.saved:
             name = self.saved.name
@@ -208,7 +241,7 @@ class Repl:
             place.hold()
             self._switch(place)
         assert self.saved is not None
-        self.saved.save(self.engine.slot.session, self.talk.as_dict())
+        self._save()
         self._say(f"saved as {name!r}, from now on after every turn")
 
     def _do_load(self, argument: str) -> None:
@@ -224,20 +257,25 @@ class Repl:
 
     def resume(self, name: str, new: bool = False) -> bool:
         """Take up a saved conversation, and say so; `new` begins one when there is none."""
-        if self.saved and self.saved.name == name:
-            self._keep()
-            self.saved.close()
         place = self._place(name)
         if not new and not place.exists:
             return False
+        if self.saved and self._unsaved:
+            self._save()  # or it is not let go of
+        mine = self.saved if self.saved and self.saved.name == name else None
+        if mine:
+            mine.close()
         try:
             document = place.open()
             if document is not None:
                 self._take_up(place)
         except StateError:
             place.close()
+            if mine:
+                mine.hold()
             raise
         self._switch(place)
+        self._unsaved = False
         if document is None:
             self._say(f"session {name!r} is new; it is saved after every turn")
         return True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
 
@@ -258,6 +260,70 @@ def test_sessions_that_cannot_be_read(talk, command, tmp_path):
         result = talk(line, SNOW, flags=("--quiet",))
         assert result.status == 1 and result.out == one(command, SNOW)
         assert "cannot be read: Too many levels of symbolic links; see to" in result.err
+
+
+@pytest.mark.parametrize("when", [1, 2, 3, 4])
+def test_ctrl_c_while_it_is_saved(talk, monkeypatch, when):
+    """At any moment of a save: the turn is kept, and then the key means what it always does."""
+    count, real = 0, os.fsync
+
+    def fsync(handle: int) -> None:
+        nonlocal count
+        count += 1
+        if count == when:
+            signal.raise_signal(signal.SIGINT)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    result = talk(SNOW, flags=("--session", "s"))
+    assert result.status == 0 and count == 4 and "Ctrl-C once more" in result.err
+    assert "1 question" in talk("/stats", flags=("--session", "s")).err.replace("\n", " ")
+
+
+def test_ctrl_c_between_a_turn_and_its_save(talk, monkeypatch):
+    """While the quiet line is written the turn is not saved yet; then it is all the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr("colibri.repl.status", lambda *_: signal.raise_signal(signal.SIGINT))
+        result = talk(SNOW, flags=("--session", "s"))
+    assert result.status == 0 and "Ctrl-C once more" in result.err
+    assert "1 question" in talk("/stats", flags=("--session", "s")).err.replace("\n", " ")
+
+
+class FullDisk:
+    """Syncs that fail so many times, and then work."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def fsync(self, handle: int) -> None:
+        """For os.fsync."""
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_failed_is_tried_again(talk, monkeypatch):
+    """One that fails after the last turn is tried once more when the chat ends."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", FullDisk(1).fsync)
+        result = talk(SNOW, flags=("--session", "s"))
+    assert result.status == 0 and "session 's' cannot be kept" in result.err
+    assert "1 question" in talk("/stats", flags=("--session", "s")).err.replace("\n", " ")
+
+
+def test_a_session_that_is_never_saved(talk, monkeypatch):
+    """What is lost is told when the conversation ends, and by the status; another session is not
+    taken up over it, and a reset is a way out."""
+    talk(SNOW, "/save other")
+    monkeypatch.setattr(os, "fsync", FullDisk(1000).fsync)
+    lost = "colibri: error: session 's' is not saved as it was left: "
+    result = talk(SNOW, "/load other", flags=("--session", "s", "--quiet"))
+    assert result.status == 1 and len(result.err.splitlines()) == 3
+    warning, refused, end = result.err.splitlines()
+    assert "session 's' cannot be kept: " in warning and end.startswith(lost)
+    assert refused.startswith("colibri: error: ") and "No space left on device" in refused
+    result = talk(SNOW, "/reset", "/load other", flags=("--session", "s"))
+    assert result.status == 1 and result.err.count(lost) == 1 and "resumed 'other'" in result.err
 
 
 def test_flags_win_over_what_was_saved(talk):

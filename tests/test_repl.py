@@ -110,9 +110,9 @@ def test_ctrl_c_in_prefill():
         assert person.end() == 0
 
 
-def test_a_second_ctrl_c_in_a_turn_quits():
+def test_a_second_ctrl_c_in_a_turn_quits(kept):
     """Two signals before the program comes back end it, with the conversation as far as it got."""
-    with Person(*CHAT, gate="show") as person:
+    with Person(*CHAT, "--session", "trip", gate="show", **kept) as person:
         person.ready()
         person.type(STORY + "\r")
         person.until("Once")
@@ -120,6 +120,8 @@ def test_a_second_ctrl_c_in_a_turn_quits():
         person.interrupt()
         person.open()
         assert person.end() == 130 and "Traceback" not in person.text
+    with Person(*CHAT, "--session", "trip", **kept) as person:
+        assert "1 question" in person.ready()
 
 
 def test_ctrl_c_at_the_prompt():
@@ -270,7 +272,8 @@ def test_dumb_terminal(kept):
 
 
 def test_no_state_directory(tmp_path):
-    """Where nothing can be kept one warning says so, and the chat goes on."""
+    """Where nothing can be kept one warning says so, and the chat goes on; its end says what that
+    means, as does the status."""
     (tmp_path / "file").write_text("")
     arguments = (*CHAT, "--session", "trip")
     with Person(*arguments, columns=200, COLIBRI_STATE=str(tmp_path / "file")) as person:
@@ -279,4 +282,5 @@ def test_no_state_directory(tmp_path):
         seen = person.raw.decode()
         assert seen.count("session 'trip' cannot be kept") == 1
         person.type("\x04")
-        assert person.end() == 0
+        assert person.end() == 1
+        assert "error: session 'trip' is not saved as it was left: " in person.text

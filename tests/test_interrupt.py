@@ -1,0 +1,52 @@
+"""Ctrl-C that has to wait, in this process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from colibri.interrupt import Interrupts, held
+
+
+def test_it_waits_until_the_block_is_done():
+    """The block ends, an error of its own included, and then the program is interrupted."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    with pytest.raises(KeyboardInterrupt) as error, held():
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("full")
+    assert done == ["whole"] and isinstance(error.value.__context__, OSError)
+    with held():
+        done.append("quiet")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_counts_once():
+    """A signal that waited is one signal to Interrupts; the next one is the second."""
+    asked = []
+    with Interrupts(lambda: asked.append(True)) as interrupts:
+        with held(), held():
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupts.requested
+        assert (interrupts.count, asked) == (1, [True])
+        with pytest.raises(KeyboardInterrupt), held():
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts.count == 2
+
+
+def test_other_threads_have_nothing_to_hold():
+    """Only the main thread is interrupted; elsewhere the block simply runs."""
+    done = []
+
+    def work() -> None:
+        with held():
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
