@@ -156,7 +156,24 @@ def settings_of(values: dict[str, Any], model: str | None = None) -> Settings:
     flags["model"] = model
     for sentence in knobs.unknown_variables():
         click.echo(f"colibri: warning: {sentence}", err=True)
-    return Settings.resolve(flags)
+    settings = Settings.resolve(flags)
+    if settings.isa:
+        _require_isa(settings.isa)
+    return settings
+
+
+def _require_isa(isa: str) -> None:
+    """UsageError when this processor has no such kernels."""
+    try:
+        from colibri.model import available_isas
+    except ImportError:
+        return  # doctor says what ails the core
+    here = available_isas()
+    if isa not in here:
+        raise UsageError(
+            f"COLIBRI_ISA is {isa!r}, and this processor runs {', '.join(here)}; unset it to get "
+            "the best of them"
+        )
 
 
 @click.group(

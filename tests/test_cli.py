@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import colibri
-from colibri import cli
+from colibri import cli, knobs
 from colibri import run as run_module
 from colibri.answer import MOST_BYTES
 from colibri.errors import ColibriError, UsageError
@@ -184,6 +184,19 @@ def test_slips_in_the_environment(command):
     assert result.status == 0
     assert result.err == (
         "colibri: warning: COLIBRI_SEDE is not a knob; did you mean COLIBRI_SEED?\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["run", "-p", "Hi"], ["plan"], ["doctor"]])
+def test_kernels_of_another_processor(command, arguments):
+    """They are refused with the names of those that there are."""
+    there = available_isas()
+    foreign = next(name for name in knobs.BY_NAME["isa"].kind.words if name not in there)
+    result = command(*arguments, env={"COLIBRI_ISA": foreign})
+    assert (result.status, result.out) == (2, "")
+    assert result.err == (
+        f"colibri: error: COLIBRI_ISA is '{foreign}', and this processor runs {', '.join(there)}; "
+        "unset it to get the best of them\n"
     )
 
 
