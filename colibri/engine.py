@@ -144,6 +144,7 @@ class Engine:
             mtp_slot=self.model.slot_bytes(mtp=True) if self.model.has_mtp else 0,
             experts_per_token=config.num_experts_per_tok,
             spares=PILOT_SLOTS if self.settings.spec else 0,
+            conversations=self.conversations,
         )
 
     def new_slot(self) -> Slot:

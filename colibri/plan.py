@@ -14,7 +14,7 @@ class Demand:
     """What a model and a session ask for, in bytes; `layers` counts the sparse main layers."""
 
     dense: int
-    session: int
+    session: int  # all conversations
     container: int  # all shards
     experts: int  # routed experts a layer
     layers: int
@@ -22,6 +22,7 @@ class Demand:
     mtp_slot: int = 0  # one of the MTP layer's; 0 when it is not loaded
     experts_per_token: int = 1
     spares: int = 0  # slots of a main layer that the pilot asks for
+    conversations: int = 1
 
     @property
     def slot_round(self) -> int:
@@ -56,12 +57,13 @@ def make_plan(
     """
     fixed = demand.dense + demand.session + reserve
     left = budget - fixed
+    least = demand.slot_round if io in ("buffered", "direct") else 0
     if left < 0:
         raise UsageError(
             f"the dense weights ({gigabytes(demand.dense)}), the caches "
             f"({gigabytes(demand.session)}) and {gigabytes(reserve)} for the process do not fit "
             f"{gigabytes(budget)}; "
-            "give more memory with --ram or a smaller --ctx"
+            f"give more memory with --ram or a smaller --ctx{_fewer(demand, least - left)}"
         )
     fits, spare = _slots(demand, left)
     mode = _choose(demand, left, fits, streamed) if io == "auto" else io
@@ -72,10 +74,17 @@ def make_plan(
         raise UsageError(
             f"{gigabytes(left)} are left for experts and one slot in each of {demand.layers} "
             f"layers needs {gigabytes(demand.slot_round)}; give more memory with --ram or use "
-            "--io mmap"
+            f"--io mmap{_fewer(demand, least - left)}"
         )
     footprint = fixed + fits * demand.slot_round + spare
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
+
+
+def _fewer(demand: Demand, lacking: int) -> str:
+    """How many conversations would leave the bytes that are lacking, if any number does."""
+    each = max(1, demand.session // demand.conversations)
+    most = (demand.session - lacking) // each
+    return f", or --conversations {most} at most" if most > 0 else ""
 
 
 def _slots(demand: Demand, left: int) -> tuple[int, int]:

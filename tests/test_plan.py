@@ -78,6 +78,19 @@ def test_no_slot_is_refused():
         make_plan(DEMAND, 640 * MB, io="direct")
 
 
+@pytest.mark.parametrize(("io", "beside"), [("auto", 500 * MB), ("direct", 592 * MB)])
+def test_fewer_conversations_are_suggested(io, beside):
+    """When conversations are too many, the number that fits is told, and it does fit."""
+    many = replace(DEMAND, session=64 * 100 * MB, conversations=64)
+    with pytest.raises(UsageError, match=r", or --conversations 3 at most$"):
+        make_plan(many, beside + 399 * MB, io=io)
+    make_plan(replace(many, session=300 * MB, conversations=3), beside + 399 * MB, io=io)
+    for demand in (DEMAND, many):
+        with pytest.raises(UsageError) as caught:
+            make_plan(demand, beside + 99 * MB, io=io)
+        assert "--conversations" not in str(caught.value)
+
+
 def test_mapped_is_tight_below_the_container():
     """Mapping asks for pages at every use exactly when they cannot all stay."""
     assert make_plan(DEMAND, 2 * GB, io="mmap").io == "mmap-tight"

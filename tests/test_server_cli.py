@@ -118,9 +118,11 @@ def test_with_a_key():
 
 
 def test_conversations_fit_the_memory(command):
-    """More conversations than memory has room for are refused with the numbers."""
+    """More conversations than memory has room for are refused with how many would fit."""
     result = command("serve", "--ram", "130M", "--conversations", "64")
     assert result.status == 2 and "the caches" in result.err and "do not fit" in result.err
+    most = re.search(r"--conversations (\d+) at most", result.err)
+    assert open_engine(ram="130M", conversations=most[1]).conversations == int(most[1]) > 1
 
 
 @pytest.mark.parametrize(
