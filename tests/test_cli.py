@@ -19,6 +19,7 @@ from colibri import cli, knobs
 from colibri import run as run_module
 from colibri.answer import MOST_BYTES
 from colibri.errors import ColibriError, UsageError
+from colibri.model import available_isas
 from colibri.session import Session
 
 
