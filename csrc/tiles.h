@@ -32,6 +32,7 @@ typedef enum { /* where scales of whole blocks are */
     ROW_SCALE,  /* one a row */
     F16_SCALES, /* one a block */
     F32_SCALES,
+    TWIN_SCALES,  /* one for 2, 4, 8 .. blocks, of either format */
     GROUP_SCALES, /* one for several blocks, of either format */
 } scale_kind;
 
@@ -107,7 +108,7 @@ static scale_kind kind_of(const clb_matrix *w) {
     if (w->row_scales == 1)
         return ROW_SCALE;
     if (w->group != CLB_BLOCK)
-        return GROUP_SCALES;
+        return w->group & (w->group - 1) ? GROUP_SCALES : TWIN_SCALES;
     return w->scale_format == CLB_F16 ? F16_SCALES : F32_SCALES;
 }
 
@@ -152,11 +153,26 @@ CLB_INLINE scales_at scales_of(const tile *t) {
                        w->rows * w->row_scales - at};
 }
 
+CLB_INLINE eight load_scales(const uint8_t *p, int32_t format) {
+    return format == CLB_F16 ? eight_load_f16(p) : eight_load_f32(p);
+}
+
+/* Scales of groups of 2^n blocks for eight blocks, of which the first begins a group or lies with
+   all others inside one; s: the first one's, with seven behind it. */
+CLB_APART eight repeat_scales(const uint8_t *s, int32_t format, int64_t blocks) {
+    static const int32_t of[3][CLB_EIGHT] = {
+        {0, 0, 1, 1, 2, 2, 3, 3}, {0, 0, 0, 0, 1, 1, 1, 1}, {0}};
+    float each[CLB_EIGHT];
+    eight_store(each, load_scales(s, format));
+    return eight_pick(each, of[blocks == 2 ? 0 : blocks == 4 ? 1 : 2]);
+}
+
 /* The same in the quickest way, read at once while the matrix has so many; the +0 for int4 only,
    where all eight are used. n: blocks from b on. */
 CLB_INLINE eight weight_scales(const tile *t, const scales_at *s, int32_t format, int i, int64_t b,
                                int64_t n) {
-    const int64_t at = i * s->next + b;
+    const int64_t blocks = t->kind == TWIN_SCALES ? t->w->group / CLB_BLOCK : 1;
+    const int64_t at = i * s->next + b / blocks;
     eight of;
     if (t->kind == ROW_SCALE) {
         float one = stored_scale(s->first + i * s->next * clb_scale_size(t->w),
@@ -164,6 +180,8 @@ CLB_INLINE eight weight_scales(const tile *t, const scales_at *s, int32_t format
         of = eight_splat(&one);
     } else if (t->kind == GROUP_SCALES || at + CLB_EIGHT > s->left) {
         return gather_scales(t->w, t->o + i * t->apart, b);
+    } else if (t->kind == TWIN_SCALES) {
+        of = repeat_scales(s->first + at * clb_scale_size(t->w), t->w->scale_format, blocks);
     } else {
         of = t->kind == F16_SCALES ? eight_load_f16(s->first + 2 * at)
                                    : eight_load_f32(s->first + 4 * at);
@@ -308,8 +326,7 @@ CLB_APART void load_groups(const clb_matrix *w, int64_t row, int64_t first, int6
     const uint8_t *at = w->scales + (row * w->row_scales + first) * clb_scale_size(w);
     int64_t i = 0;
     for (; i + CLB_EIGHT <= n && first + i + CLB_EIGHT <= w->row_scales; i += CLB_EIGHT)
-        eight_store(out + i, w->scale_format == CLB_F16 ? eight_load_f16(at + 2 * i)
-                                                        : eight_load_f32(at + 4 * i));
+        eight_store(out + i, load_scales(at + i * clb_scale_size(w), w->scale_format));
     for (; i < n; i++)
         out[i] = clb_scale_at(w, row, first + i < w->row_scales ? first + i : w->row_scales - 1);
 }
@@ -532,7 +549,7 @@ CLB_LINEAR(int8_lanes, CLB_INT8, LANES, ROW_SCALE, LANE_WIDE)
 CLB_LINEAR(int4_row, CLB_INT4, BLOCKS, ROW_SCALE, TILE_WIDE)
 CLB_LINEAR(int4_f16, CLB_INT4, BLOCKS, F16_SCALES, TILE_WIDE)
 CLB_LINEAR(int4_f32, CLB_INT4, BLOCKS, F32_SCALES, TILE_WIDE)
-CLB_LINEAR(int4_groups, CLB_INT4, BLOCKS, GROUP_SCALES, TILE_WIDE)
+CLB_LINEAR(int4_groups, CLB_INT4, BLOCKS, t->kind, TILE_WIDE)
 CLB_LINEAR(int4_lanes, CLB_INT4, LANES, ROW_SCALE, LANE_WIDE)
 CLB_LINEAR(linear_int3, CLB_INT3, BLOCKS, t->kind, TILE_WIDE)
 CLB_LINEAR(linear_int2, CLB_INT2, BLOCKS, t->kind, TILE_WIDE)
@@ -547,7 +564,8 @@ static void linear_int8(const clb_matrix *w, const clb_acts *x, int64_t first, i
 
 static void linear_int4(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
                         float *y, int64_t y_stride) {
-    static clb_linear_fn *const by_kind[] = {int4_row, int4_f16, int4_f32, int4_groups};
+    static clb_linear_fn *const by_kind[] = {int4_row, int4_f16, int4_f32, int4_groups,
+                                               int4_groups};
     (clb_whole_blocks(w) ? by_kind[kind_of(w)] : int4_lanes)(w, x, first, last, y, y_stride);
 }
 

@@ -92,11 +92,12 @@ static int64_t row_bytes_of(int format, int64_t cols) {
 }
 
 static int64_t random_group(int format) {
-    const int64_t groups[] = {0, 8, 16, 32, 48, 64, 96, 128, 192, 256, 4, 12, 20, 72, 100, 320};
+    const int64_t groups[] = {0,   8,   16,  32, 48, 64, 96, 128, 192,
+                              256, 512, 4, 12, 20, 72, 100, 320, 1024};
     switch (format) {
     case CLB_INT3: return 64;
-    case CLB_INT8: return groups[below(16)];
-    case CLB_INT4: return groups[below(10)];
+    case CLB_INT8: return groups[below(18)];
+    case CLB_INT4: return groups[below(11)];
     default: return 0;
     }
 }
