@@ -279,6 +279,8 @@ def _fail(error: BaseException, status: int) -> int:
     if knobs.debug_wanted():
         traceback.print_exc()
     text = str(error) or "out of memory"
+    if isinstance(error, PermissionError) and error.filename:
+        text = f"{error.filename}: {error.strerror}; see who may read it and what lies above it"
     _say(f"error: {text}")
     return status
 

@@ -249,7 +249,13 @@ def test_error_in_the_middle(command, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(MemoryError(), "out of memory"), (PermissionError(13, "Permission denied", "/x"), "/x")],
+    [
+        (MemoryError(), "out of memory"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            "error: /x: Permission denied; see who may",
+        ),
+    ],
 )
 def test_errors_of_the_system(command, monkeypatch, error, message):
     """Errors of the operating system are told like any other."""
