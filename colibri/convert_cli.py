@@ -142,7 +142,7 @@ def verify(directory: Path, deep: bool, threads: int | None) -> int:
     for sentence in verdict.faults:
         terminal.warn(f"colibri: fault: {sentence}")
     if verdict.is_whole:
-        terminal.write(f"{directory}: whole\n")
+        terminal.write(f"{verdict.conclusion}\n")
         return Exit.OK
     return Exit.ERROR
 

@@ -19,7 +19,7 @@ from colibri.chat import Template, raw_prompt
 from colibri.container import Container
 from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
-from colibri.errors import ConfigError, ContextFull, UsageError
+from colibri.errors import ContextFull, UsageError
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, budget, physical_cores
 from colibri.model import PILOT_SLOTS, Model
@@ -86,11 +86,7 @@ class Engine:
         self.plan: Plan | None = None
         self.slot = self.new_slot()
         self.conversations = 1  # slots the plan has room for
-        if self.tokenizer.vocab_used > container.config.vocab_size:
-            raise ConfigError(
-                f"{container.directory}: tokenizer.json has {self.tokenizer.vocab_used} tokens, "
-                f"the model {container.config.vocab_size}; they do not belong together"
-            )
+        self.tokenizer.require_rows(container.config.vocab_size, container.directory)
 
     @classmethod
     def open(

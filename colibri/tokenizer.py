@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from colibri.errors import TokenizerError
+from colibri.errors import ConfigError, TokenizerError
 from colibri.state import checksum
 from colibri.strictjson import parse_object
 
@@ -155,6 +155,14 @@ class Tokenizer:
             raise _broken(path, f"token ids must lie in 0..{_MAX_ID - 1}")
         core = _plain_core(raw, added, path)
         return cls(core, added, vocab, checksum([data]), _keeps_text(raw))
+
+    def require_rows(self, count: int, directory: Path) -> None:
+        """ConfigError when a model of so many rows has none for some token."""
+        if self.vocab_used > count:
+            raise ConfigError(
+                f"{directory}: tokenizer.json has {self.vocab_used} tokens, "
+                f"the model {count}; they do not belong together"
+            )
 
     def id_of(self, content: str) -> int | None:
         """The id of an added token by its text, None when the tokenizer has no such token."""

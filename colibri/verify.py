@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from colibri import generation
 from colibri.amounts import data_size, plural
+from colibri.chat import Template
 from colibri.checkpoint import INDEX
 from colibri.checksum import crc32
+from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.convert.checks import dead_half, zero_half_warning
 from colibri.convert.manifest import RECORD, WORK, read_record
@@ -20,7 +24,9 @@ from colibri.convert.sides import EXPECTED
 from colibri.errors import ColibriError, ContainerError
 from colibri.shard import Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object
+from colibri.tokenizer import Tokenizer
 
+CONFIG, TOKENIZER = EXPECTED[:2]
 _READ = 1 << 23  # bytes read at a time
 Report = Callable[[int, int], None]  # (bytes read, of how many)
 
@@ -38,6 +44,16 @@ class Verdict:
     def is_whole(self) -> bool:
         """Whether nothing is wrong."""
         return not self.faults
+
+    @property
+    def conclusion(self) -> str:
+        """In one line what a directory without faults is good for."""
+        if (self.directory / TOKENIZER).exists():
+            return f"{self.directory}: whole"
+        return (
+            f"{self.directory}: whole, but run, chat, serve and score cannot use it: "
+            f"{TOKENIZER} is missing"
+        )
 
 
 def verify(
@@ -58,6 +74,7 @@ def verify(
     _check_sides(verdict)
     if shards and not verdict.faults:
         _check_contents(verdict)
+    _check_words(verdict)
     if deep and shards:
         _check_bytes(verdict, shards, threads, report)
     return verdict
@@ -113,7 +130,7 @@ def _check_sides(verdict: Verdict) -> None:
     for name in EXPECTED:
         if not (verdict.directory / name).exists():
             sentence = f"{verdict.directory / name}: is missing; copy it from the checkpoint"
-            (verdict.faults if name == EXPECTED[0] else verdict.warnings).append(sentence)
+            (verdict.faults if name == CONFIG else verdict.warnings).append(sentence)
 
 
 def _check_contents(verdict: Verdict) -> None:
@@ -129,6 +146,28 @@ def _check_contents(verdict: Verdict) -> None:
             verdict.warnings.append(zero_half_warning(contents, half))
     except ColibriError as why:
         verdict.faults.append(str(why))
+
+
+def _check_words(verdict: Verdict) -> None:
+    """What reads and writes text must be able to open; without a tokenizer nothing does."""
+    directory = verdict.directory
+    checks: list[Callable[[Path], Any]] = [Template.load, generation.recommended]
+    if (directory / TOKENIZER).exists():
+        checks.append(_check_tokenizer)
+    for check in checks:
+        try:
+            check(directory)
+        except ColibriError as why:
+            sentence = str(why)
+            # The configuration is read for each, and told once.
+            known = verdict.faults and sentence.startswith(str(directory / CONFIG))
+            if not known and sentence not in verdict.faults:
+                verdict.faults.append(sentence)
+
+
+def _check_tokenizer(directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.require_rows(ModelConfig.load(directory).vocab_size, directory)
 
 
 # ---- every byte ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import tiny
 
 SMALL = tiny.GROUPS | {
-    "vocab_size": 40,
+    "vocab_size": 256,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,

@@ -568,7 +568,7 @@ def test_info_adds_up(own, plain, tmp_path):
         a.nbytes for n, a in WEIGHTS.items() if ".experts." not in n and ".layers.3." not in n
     )
     table = WEIGHTS["model.embed_tokens.weight"].nbytes
-    assert info.dense_bytes == dense - table + table // 40
+    assert info.dense_bytes == dense - table + table // shardkit.SMALL["vocab_size"]
 
 
 def test_info_in_words(own, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import shardkit
+import text_fixtures
 
 from colibri import convert_cli
 from colibri.container import Container, format_of
@@ -18,9 +19,8 @@ from colibri.verify import verify
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     directory = shardkit.directory(tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "generation_config.json"):
-        (directory / name).write_text("{}")
-    return directory
+    (directory / "generation_config.json").write_text("{}")
+    return text_fixtures.write_bytes(directory)
 
 
 def test_convert(command, source, tmp_path):

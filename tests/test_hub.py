@@ -15,6 +15,7 @@ import fakehub
 import fp8
 import pytest
 import shardkit
+import text_fixtures
 
 from colibri.convert import convert_directory
 from colibri.convert.hub import Hub
@@ -33,8 +34,7 @@ def source(tmp_path_factory) -> Path:
     names = [f"model-{k:05}-of-{SHARDS:05}.safetensors" for k in range(1, SHARDS + 1)]
     files = shardkit.split(fp8.checkpoint()[0], names)
     directory = shardkit.directory(tmp_path_factory.mktemp("hub"), files, fp8.CONFIG)
-    (directory / "tokenizer.json").write_text('{"a": 1}')
-    return directory
+    return text_fixtures.write_bytes(directory)
 
 
 @pytest.fixture(scope="module")

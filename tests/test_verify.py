@@ -10,6 +10,7 @@ import fp8
 import numpy as np
 import pytest
 import shardkit
+import text_fixtures
 
 from colibri.convert import convert_directory, repack_directory
 from colibri.convert.manifest import WorkDirectory
@@ -25,8 +26,8 @@ def good(tmp_path_factory) -> Path:
     """A finished conversion with all its files."""
     base = tmp_path_factory.mktemp("verify")
     source = shardkit.directory(base / "source")
-    for name in ("tokenizer.json", "generation_config.json"):
-        (source / name).write_text("{}")
+    (source / "generation_config.json").write_text("{}")
+    text_fixtures.write_bytes(source)
     convert_directory(source, base / "own")
     return base / "own"
 
@@ -124,8 +125,8 @@ def test_damage_is_told_file_by_file(copy):
 
 
 def test_files_that_do_not_belong_together(copy, tmp_path):
-    """An index that disagrees with the files, a strange file and a missing config are faults; a
-    missing tokenizer is a warning."""
+    """An index that disagrees with the files, a strange file and a missing config are
+    faults."""
     index = copy / "model.safetensors.index.json"
     fields = json.loads(index.read_text())
     text = json.dumps(
@@ -139,12 +140,58 @@ def test_files_that_do_not_belong_together(copy, tmp_path):
     shardkit.write(copy / "z.safetensors", {"strange": np.zeros(4, np.float32)})
     assert "disagrees with the files about strange" in faults(copy)
     (copy / "z.safetensors").unlink()
+    (copy / "config.json").write_text("{")
+    assert faults(copy).count("config.json") == 1
+    (copy / "config.json").unlink()
+    assert "config.json: is missing" in faults(copy) and faults(copy).count("config.json") == 1
+    assert "holds no *.safetensors file" in faults(tmp_path)
+
+
+def test_without_a_tokenizer(command, copy):
+    """It may be meant so: whole, and said to be of no use to what reads and writes text."""
     (copy / "tokenizer.json").unlink()
     verdict = verify(copy)
     assert verdict.is_whole and "tokenizer.json: is missing" in verdict.warnings[0]
-    (copy / "config.json").unlink()
-    assert "config.json: is missing" in faults(copy)
-    assert "holds no *.safetensors file" in faults(tmp_path)
+    status, out, _ = command("verify", str(copy))
+    last = out.splitlines()[-1]
+    assert status == Exit.OK and last.startswith(f"{copy}: whole, but run, chat, serve and score ")
+    assert last.endswith("cannot use it: tokenizer.json is missing")
+
+
+def _directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("tokenizer.json", _directory, "cannot be read: Is a directory"),
+        ("tokenizer.json", lambda path: path.write_text("{"), "not valid JSON"),
+        ("tokenizer.json", lambda path: path.write_text("{}"), "no model with a vocabulary"),
+        ("tokenizer.json", lambda path: grow(path), "has 257 tokens, the model 256"),
+        ("chat_template.jinja", _directory, "Is a directory"),
+        ("chat_template.jinja", lambda path: path.write_bytes(b"caf\xe9"), "cannot be read"),
+        ("chat_template.jinja", lambda path: path.write_text("{% if %}"), "chat_template.jinja"),
+        ("tokenizer_config.json", lambda path: path.write_text("["), "not valid JSON"),
+        ("generation_config.json", _directory, "cannot be read: Is a directory"),
+        ("generation_config.json", lambda path: path.write_text('{"top_p": 7}'), "top_p is 7"),
+    ],
+)
+def test_files_beside_the_weights(command, copy, name, damage, message):
+    """What `run` could not open is a fault here, told with the file."""
+    damage(copy / name)
+    text = faults(copy)
+    assert str(copy) in text and message in text and text.count("\n") == 0
+    told = command("run", str(copy), "-p", "Hi")
+    assert told.status == Exit.ERROR and message in told.err
+
+
+def grow(path: Path) -> None:
+    """One token more than the model has rows."""
+    raw = json.loads(path.read_text())
+    raw["model"]["vocab"]["more"] = 256
+    path.write_text(json.dumps(raw))
 
 
 def test_unfinished_conversion(copy):

@@ -88,6 +88,15 @@ def write_glm_like(directory: Path) -> Path:
     return directory
 
 
+def write_bytes(directory: Path) -> Path:
+    """The least tokenizer that there can be: a token for each byte and no other."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tok = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(letters)}, []))
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.save(str(directory / "tokenizer.json"))
+    return directory
+
+
 def read(directory: Path) -> dict:
     """tokenizer.json as a dict."""
     return json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
