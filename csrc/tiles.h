@@ -6,7 +6,7 @@
 #include "numerics.h"
 
 #define CLB_INLINE static inline __attribute__((always_inline))
-#define CLB_APART static __attribute__((noinline)) /* once a run: not worth a copy in each tile */
+#define CLB_APART static __attribute__((noinline)) /* one copy, and registers of its own */
 #ifdef __clang__
 #define CLB_UNROLL _Pragma("unroll")
 #else
@@ -29,8 +29,8 @@ typedef enum { /* what a scale covers; each has tiles of its own */
 } scale_cover;
 
 typedef enum { /* where scales of whole blocks are */
-    ROW_SCALE,  /* one a row */
-    F16_SCALES, /* one a block */
+    ROW_SCALE,    /* one a row */
+    F16_SCALES,   /* one a block */
     F32_SCALES,
     TWIN_SCALES,  /* one for 2, 4, 8 .. blocks, of either format */
     GROUP_SCALES, /* one for several blocks, of either format */
@@ -337,7 +337,7 @@ static void map_lanes(const clb_matrix *w, int64_t phase, int64_t n, lane_map *m
     int32_t base = 0, size = (int32_t)(group < CLB_BLOCK ? group : CLB_BLOCK);
     int32_t reciprocal = (65535 + size) / size; /* exact for the quotients of 0..63 */
     int32_t apart = w->format == CLB_INT4 ? 8 : 4; /* inputs from lane to lane */
-    if (map->phase == phase && map->n >= n)
+    if (map->n >= n && map->phase == phase)
         return;
     map->phase = phase;
     map->n = n;
@@ -487,7 +487,7 @@ CLB_INLINE void tile_row(tile t, int64_t count, int32_t format, scale_cover cove
     int64_t end = t.o + count;
     lane_map map;
     if (cover == LANES) {
-        map.n = 0;
+        map.n = 0; /* nothing mapped yet */
         t.map = &map;
     }
     t.apart = count / wide;
@@ -564,8 +564,9 @@ static void linear_int8(const clb_matrix *w, const clb_acts *x, int64_t first, i
 
 static void linear_int4(const clb_matrix *w, const clb_acts *x, int64_t first, int64_t last,
                         float *y, int64_t y_stride) {
-    static clb_linear_fn *const by_kind[] = {int4_row, int4_f16, int4_f32, int4_groups,
-                                               int4_groups};
+    static clb_linear_fn *const by_kind[] = {
+        [ROW_SCALE] = int4_row, [F16_SCALES] = int4_f16, [F32_SCALES] = int4_f32,
+        [TWIN_SCALES] = int4_groups, [GROUP_SCALES] = int4_groups};
     (clb_whole_blocks(w) ? by_kind[kind_of(w)] : int4_lanes)(w, x, first, last, y, y_stride);
 }
 
