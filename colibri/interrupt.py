@@ -54,11 +54,13 @@ class Interrupts:
         self.fd = self._write = -1
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Two signals during one core call reach Python as one call, but as two bytes.
+        # Two signals during one core call reach Python as one call, but as two bytes. The next may
+        # call this while os.read returns: only then is the count looked at.
         try:
-            self.count += max(1, os.read(self.fd, 4096).count(signal.SIGINT))
+            arrived = max(1, os.read(self.fd, 4096).count(signal.SIGINT))
         except BlockingIOError:
-            self.count += 1
+            arrived = 1
+        self.count += arrived
         if self._on_first:
             self._on_first()
         if self.count > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
@@ -36,6 +37,22 @@ def test_it_counts_once():
         with pytest.raises(KeyboardInterrupt), held():
             signal.raise_signal(signal.SIGINT)
         assert interrupts.count == 2
+
+
+def test_a_second_signal_while_the_first_is_counted(monkeypatch):
+    """It interrupts the handler itself, and two are two all the same."""
+    read, signals = os.read, [signal.SIGINT]
+
+    def interrupted(fd: int, size: int) -> bytes:
+        data = read(fd, size)
+        if signals:
+            signal.raise_signal(signals.pop())
+        return data
+
+    monkeypatch.setattr("colibri.interrupt.os.read", interrupted)
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.count == 2
 
 
 def test_other_threads_have_nothing_to_hold():
