@@ -248,9 +248,11 @@ def _nucleus(z: Floats, weights: Floats, top_p: float) -> Ids:
     """The indexes, ascending, of the fewest largest weights that reach top_p of the sum (or 1)."""
     target = top_p * elementary.fold_sum(weights)
     for cutoff in (-6.0, -12.0, -np.inf):  # tokens near the top are most often enough
-        falling = np.sort(weights[z >= cutoff])[::-1]
+        near = z >= cutoff
+        falling = np.sort(weights[near])[::-1]
         reached = falling.cumsum()
         if reached[-1] >= target:
             break
     count = min(int(reached.searchsorted(target)) + 1, falling.size)
-    return _at_least(weights, falling[count - 1], count)
+    rest = falling.size - count
+    return _at_least(z, np.partition(z[near], rest)[rest], count)  # equal weights may differ in z

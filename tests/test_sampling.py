@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colibri import elementary, noise
@@ -157,6 +157,8 @@ def test_huge_temperature_is_uniform():
 
 
 @settings(max_examples=150, deadline=None)
+# two weights of 1, one of them from the better logit
+@example(logits=[0.0, 2.9e-37], temperature=0.01, top_p=0.0, top_k=0, min_p=0.0)
 @given(
     logits=st.lists(st.one_of(FINITE, st.sampled_from([0.0, 1.0, 2.0])), min_size=1, max_size=40),
     temperature=st.sampled_from([0.01, 0.3, 0.7, 1.0, 2.5]),
