@@ -7,7 +7,7 @@ from typing import Protocol
 
 from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY, Lap
 
-STEP_ROWS = 8  # rows of one step that the drafter takes in; more are what waited, and no price
+STEP_ROWS = 8  # rows of one step that the drafter takes in; more are what waited
 
 
 class Costs(Protocol):
@@ -15,6 +15,7 @@ class Costs(Protocol):
 
     absorb: float  # the first draft of a step
     draft: float  # each further one
+    waiting: float  # a row that waited for drafting to be tried again
 
     def begin(self) -> None:
         """The controller starts afresh."""
@@ -33,6 +34,7 @@ class FixedCosts:
     """Relative costs that no clock can change."""
 
     RESIDENT, STREAMED = 0.5, 0.8  # of one more row: experts in memory; experts from disk
+    waiting = 0.0
 
     def __init__(self, row: float = RESIDENT, absorb: float = 0.2, draft: float = 0.15) -> None:
         self.row, self.absorb, self.draft = row, absorb, draft
@@ -107,6 +109,7 @@ class MeasuredCosts:
         self._pass: list[Mean] = []  # by rows, from 1
         self._near: list[list[float]] = []  # by rows: seconds a unit took lately, and their weight
         self._absorb, self._draft = Mean(self.MEMORY), Mean(self.MEMORY)
+        self._waiting = Mean(self.MEMORY)
         self._plain = 0
 
     def begin(self) -> None:
@@ -126,6 +129,11 @@ class MeasuredCosts:
         """Cost of each further draft."""
         return self._draft.value(self.CHEAPER * self.absorb)
 
+    @property
+    def waiting(self) -> float:
+        """Cost of the keys of a row that waited."""
+        return self._waiting.value(0.0)
+
     def record(self, laps: Sequence[Lap]) -> None:
         """One step: its pass first, for the others are held against it."""
         for name, rows, seconds in laps:
@@ -144,6 +152,8 @@ class MeasuredCosts:
                 self._draft.add(seconds / unit)
             elif name == ABSORB and rows <= STEP_ROWS:
                 self._absorb.add(seconds / unit)
+            elif name == ABSORB:
+                self._waiting.add(seconds / unit / rows)
 
     def _passed(self, rows: int, seconds: float) -> None:
         while len(self._pass) < rows:

@@ -191,16 +191,18 @@ class Controller:
 
     A token's worth is the seconds it takes at the best rate known (Dinkelbach's rule for ratios):
     what maximises gain at that price maximises tokens per second. While drafts do not pay, one is
-    made and verified now and then, ever more rarely, because texts and machines change.
+    made and verified now and then, because texts and machines change: so rarely that what it is
+    expected to lose is a hundredth of the time.
     """
 
     REFRESH = 8  # steps between recomputations of the thresholds
-    PROBE_FIRST, PROBE_LAST = 16, 128  # plain tokens before drafting is tried again, doubling
+    TRIES = 0.01  # of the time is what drafts that do not pay may cost
+    REST_LEAST, REST_MOST = 16, 1024  # plain tokens before drafting is tried again
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
     LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
-    # Price of drafts in what they give: worth the trouble; to be tried again soon; or last.
-    PAYS, NEARLY, HOPELESS = 0.985, 1.15, 3.0
+    # Price of drafts in what they give: worth the trouble; no use to verify even when trying.
+    PAYS, HOPELESS = 0.985, 3.0
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
         self.cap = cap
@@ -217,7 +219,7 @@ class Controller:
         self._reach = 1  # twice the deepest step so far: depth is earned
         self._steps = 0
         self._drafted, self._check = 0, self.CHECK_FIRST
-        self.rest, self._probe = 0, self.PROBE_FIRST  # tokens until drafting is tried again
+        self.rest = 0  # tokens until drafting is tried again
         self._probing = False
         self.costs.begin()
         self._refresh()
@@ -280,19 +282,18 @@ class Controller:
         self._steps += 1
         if self._probing or self._steps % self.REFRESH == 0 or self._steps < 2 * self.cap:
             self._refresh()
-            self._rest()
+            self.rest = 0 if self._pays else self._until_a_try()
 
-    def _rest(self) -> None:
-        """While drafts do not pay: how long until one is tried again."""
-        price = self._make[0]
-        if self._pays:
-            self._probe = self.PROBE_FIRST
-            return
-        if self._probing:
-            soon, last = price <= self.NEARLY, price >= self.HOPELESS
-            self._probe = self.PROBE_FIRST if soon else min(2 * self._probe, self.PROBE_LAST)
-            self._probe = self.PROBE_LAST if last else self._probe
-        self.rest = self._probe
+    def _until_a_try(self) -> int:
+        """Plain tokens after which one more draft is expected to have lost TRIES of their time.
+
+        The rows that wait meanwhile are part of what a try costs.
+        """
+        plain, two = self.costs.passes(2)
+        loss = (self.costs.absorb + two - plain) / plain - self._mean[0]
+        share = self.TRIES - self.costs.waiting / plain
+        rest = loss / share if share > 0.0 else self.REST_MOST
+        return round(min(max(rest, self.REST_LEAST), self.REST_MOST))
 
     def _refresh(self) -> None:
         """Thresholds on the survival chance: `_make[i]` to make draft i, `_worth[i]` to keep it."""

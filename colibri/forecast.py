@@ -18,7 +18,7 @@ from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE
-from colibri.model import PILOT_SLOTS
+from colibri.model import PILOT_SLOTS, WAITING
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
 from colibri.shapes import Shape, Work, of_container
@@ -282,7 +282,7 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) ->
     floats += n * config.index_n_heads * (config.index_head_dim + 1) + _ROW_BLOCK * context
     floats += n * config.index_topk + 10 * threads * context  # 8-byte order, scores of 8 heads
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
-    floats += (pairs + n * bool(config.n_shared_experts)) * hidden
+    floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
     quantised *= 2  # in two orders; beside 64 inputs two floats

@@ -214,6 +214,7 @@ class Saved:
         old = self.document
         if old is None or list(caches) != old.caches:
             old = Document(self._identity)
+        session.catch_up()
         length = session.length
         mtp_length = min(session.mtp_length, max(length - 1, 0))  # further rows hold a guess
         shared = _shared(old.tokens, session.tokens)

@@ -8,7 +8,7 @@ import numpy as np
 
 from colibri._core import ffi, lib
 from colibri.errors import ContextFull
-from colibri.model import Model, check
+from colibri.model import WAITING, Model, check
 
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
@@ -38,8 +38,7 @@ class Session:
         self._make_room(1)
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
         self._draft_out = _floats(self._draft_logits)
-        hidden = (self.max_rows, model.config.hidden_size)
-        self._hidden = _view(lib.clb_session_hidden(self.handle), hidden)
+        self._start = 0  # of the last step's rows
         counters, work = lib.clb_session_counters(self.handle), lib.clb_session_work(self.handle)
         self._counters = _view(counters, (len(_COUNTERS),), np.int64)
         self._work = _view(work, (len(_WORK), len(_COUNTERS)), np.int64)
@@ -79,6 +78,7 @@ class Session:
         code = lib.clb_step_all(self.handle, ids, n, _WANT[want], self._out, self._error)
         if code:
             check(code, self._error)
+        self._start = len(self.tokens)
         self.tokens += ids
         self._rows = n
         return self._logits[:rows]
@@ -95,13 +95,18 @@ class Session:
 
     @property
     def hidden(self) -> np.ndarray:
-        """Post-norm hidden states of the last step's rows: f32 view [max_rows, hidden_size]."""
-        return self._hidden
+        """Post-norm hidden states of the last step's rows: f32 view [rows, hidden_size]."""
+        return self._hidden(self._start, self._rows)
 
     @property
     def last_hidden(self) -> np.ndarray:
         """The last row of `hidden`: f32 view [1, hidden_size]."""
-        return self._hidden[self._rows - 1 : self._rows]
+        return self._hidden(self._start + self._rows - 1, 1)
+
+    def _hidden(self, position: int, rows: int) -> np.ndarray:
+        """The same of any rows that are still kept (csrc/colibri.h); valid until the next step."""
+        pointer = lib.clb_session_hidden(self.handle, position)
+        return _view(pointer, (rows, self.model.config.hidden_size))
 
     def rewind(self, length: int) -> None:
         """Forget all rows from `length` on."""
@@ -119,8 +124,8 @@ class Session:
     def reuse(self, ids: Sequence[int]) -> int:
         """Rewind to the longest prefix that `ids` shares with the history; returns its length.
 
-        At least one token is left to run, and with MTP one more, so that the hidden state its
-        next row needs is computed again.
+        At least one token is left to run. The MTP cache catches up first; where it cannot, all rows
+        that it lacks are left to run.
         """
         shared = 0
         for mine, theirs in zip(self.tokens, ids, strict=False):
@@ -130,8 +135,10 @@ class Session:
         keep = min(shared, len(ids) - 1)
         if self.model.has_mtp:
             self.mtp_rewind(min(self.mtp_length, max(shared - 1, 0)))
-            keep = min(keep, self.mtp_length)
+            if not self.mtp_ready:
+                keep = min(keep, self.mtp_length)
         self.rewind(max(keep, 0))
+        self.catch_up()
         return max(keep, 0)
 
     def prefill(
@@ -150,7 +157,7 @@ class Session:
         """Run a prompt in chunks of max_rows, yielding after each the number of rows done.
 
         After the last one `logits[0]` are the last row's. With `prime`, every row whose next token
-        is known also enters the MTP cache.
+        is known also enters the MTP cache, chunk by chunk.
         """
         if len(ids) > self.context - self.length:
             raise ContextFull(
@@ -160,9 +167,8 @@ class Session:
             chunk = list(ids[start : start + self.max_rows])
             last = start + len(chunk) == len(ids)
             self.step_all(chunk, "last" if last else "none")
-            following = list(ids[start + 1 : start + 1 + len(chunk)])
-            if prime and self.model.has_mtp and following:
-                self.mtp_absorb(self._hidden[: len(following)], following)
+            if prime:
+                self.catch_up(None if last else ids[start + len(chunk)])
             yield start + len(chunk)
 
     # ---- MTP layer ------------------------------------------------------------------------------
@@ -171,6 +177,37 @@ class Session:
     def mtp_length(self) -> int:
         """Rows in the MTP caches: row j joins position j's hidden with token j + 1."""
         return int(lib.clb_mtp_length(self.handle))
+
+    @property
+    def mtp_ready(self) -> bool:
+        """Whether the MTP cache lacks rows, and the hidden states of all of them are still kept."""
+        at = self.mtp_length
+        if not self.model.has_mtp or at >= self.length:
+            return False
+        return bool(lib.clb_session_hidden(self.handle, at))
+
+    def crowded(self, rows: int) -> bool:
+        """Whether so many more rows would let go of hidden states that the MTP cache could use."""
+        waiting = self.length - self.mtp_length
+        return waiting + rows > self.max_rows + WAITING and self.mtp_ready
+
+    def catch_up(
+        self, pending: int | None = None, draft: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """Absorb all rows that can be: the last one when `pending`, the token after it, is known.
+
+        Nothing happens unless `mtp_ready`. `draft` and the result are those of `mtp_absorb`.
+        """
+        if not self.mtp_ready:
+            return None
+        at, logits = self.mtp_length, None
+        following = self.tokens[at + 1 :] + ([] if pending is None else [pending])
+        for done in range(0, len(following), self.max_rows):
+            part = following[done : done + self.max_rows]
+            last = done + len(part) == len(following)
+            hidden = self._hidden(at + done, len(part))
+            logits = self.mtp_absorb(hidden, part, draft if last else None)
+        return logits
 
     def mtp_rewind(self, length: int) -> None:
         """Forget MTP rows from `length` on."""

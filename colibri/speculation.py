@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from colibri.depth import DepthPolicy
 from colibri.drafting import Drafter, Drafts
-from colibri.errors import Cancelled
-from colibri.ledger import PICK, PLAIN, TEXT, VERIFY, Ledger
+from colibri.ledger import ABSORB, PICK, PLAIN, TEXT, VERIFY, Ledger
 from colibri.sampling import Sampler
 from colibri.session import Session
 from colibri.verification import Mode, verification
@@ -48,7 +47,7 @@ def spec_decode(
     yielded, run or counted; after "stop" nothing is pending. Cancelled, or any error of the core,
     leaves the same state: nothing is in the caches that was not yielded.
 
-    With depth None nothing is drafted, but the drafter's cache keeps up with the text.
+    With depth None nothing is drafted, but the MTP cache can still catch up with the text.
     """
     turn = _Turn(session, sampler, drafter, depth, limits, ledger, mode)
     with turn:
@@ -87,7 +86,7 @@ class _Turn:
         self.room = min(limits.max_tokens, session.context - session.length)
         self.ended = "length" if limits.max_tokens <= self.room else "context"
         self.pending = -1  # picked and yielded, not yet run
-        self._hidden, self._source = session.last_hidden, PICK
+        self._source = PICK
 
     def __enter__(self) -> None:
         self.ledger.begin(self.session)
@@ -96,12 +95,9 @@ class _Turn:
         if self.depth:
             self.depth.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.session.freed:  # at exit the collector may get to it before this loop
-            return
-        if self.drafter and (kind is None or issubclass(kind, (Cancelled, GeneratorExit))):
-            self.drafter.finish(self.ledger)
-        self.ledger.end()
+    def __exit__(self, *_: object) -> None:
+        if not self.session.freed:  # at exit the collector may get to it before this loop
+            self.ledger.end()
 
     def first(self, logits: NDArray[np.float32]) -> list[int]:
         """The first token, which the prompt alone decides."""
@@ -112,8 +108,6 @@ class _Turn:
         self.pending = block[-1]
         self.room -= len(block)
         self.ledger.emitted(self._source, len(block))
-        if self.drafter:
-            self.drafter.feed(self._hidden[: len(block)], block, self.ledger)
         self.ledger.enter(TEXT)
 
     def draft(self) -> Drafts:
@@ -125,7 +119,7 @@ class _Turn:
         limit = depth.plan(limit) if self.drafter and limit > 0 else 0
         if limit < 1:
             return NONE
-        drafts = self.drafter.draft(limit, self.rule, depth, self.ledger)
+        drafts = self.drafter.draft(self.pending, limit, self.rule, depth, self.ledger)
         self.ledger.enter(PICK)
         return drafts
 
@@ -133,8 +127,10 @@ class _Turn:
         """Run [pending, drafts...]; returns the drafts that stand and the token after them."""
         session, ids = self.session, [self.pending, *drafts.ids]
         self._source = VERIFY if drafts.ids else PLAIN
-        self._hidden = session.hidden
         base = session.length + 1
+        if session.crowded(len(ids)):
+            self.ledger.enter(ABSORB, session.length - session.mtp_length - 1)
+            session.catch_up()
         self.ledger.enter(self._source, len(ids))
         logits = session.step_all(ids)
         self.ledger.enter(PICK)

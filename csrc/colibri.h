@@ -134,8 +134,10 @@ const clb_counters *clb_session_work(const clb_session *session); /* [CLB_WORKS]
    On any error the length is unchanged and the session stays usable. */
 int32_t clb_step_all(clb_session *session, const int32_t *ids, int64_t n, int32_t want,
                      float *logits, clb_error *error);
-/* Post-norm hidden of the last step's rows: [n][hidden]; valid until the next step. */
-const float *clb_session_hidden(const clb_session *session);
+/* Post-norm hidden states [..][hidden] from the row at a position on, valid until the next step;
+   NULL when they are gone. Kept are the last step's, and up to 512 that the MTP cache lacks. */
+enum { CLB_WAITING = 512 }; /* 12 MB for GLM-5.2 */
+const float *clb_session_hidden(const clb_session *session, int64_t position);
 
 /* Views for tests, saving and traces. cache: [context][width]; NULL when the layer has none. */
 float *clb_session_cache(clb_session *session, int32_t layer, int32_t kind, int64_t *width);

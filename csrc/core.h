@@ -100,7 +100,9 @@ struct clb_session {
     int64_t layer_count; /* the model's */
     float **kv;          /* [layer_count] each [context][kv_lora + rope] */
     float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
-    float *hidden;       /* [max_rows][hidden] post-norm, of the last step */
+    int64_t window, window_rows; /* first position and most rows of `hidden` */
+    float *hidden;       /* [window_rows][hidden] post-norm: the last step's rows, and before them
+                            those that the MTP cache lacks */
     float *angles;       /* [max_rows][rope / 2][2] */
     atomic_int cancelled;
     int32_t watch_fd;

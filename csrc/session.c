@@ -77,7 +77,7 @@ static void take_rows(clb_session *s, budget *b) {
     s->x = floats(b, n, c->hidden);
     s->normed = floats(b, n, c->hidden);
     s->branch = floats(b, n, c->hidden);
-    s->hidden = floats(b, n, c->hidden);
+    s->hidden = floats(b, s->window_rows, c->hidden);
     s->concat = floats(b, c->has_mtp ? n : 0, 2 * c->hidden);
     s->gate = floats(b, wide, 1);
     s->up = floats(b, wide, 1);
@@ -120,6 +120,7 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
     s->context = context;
     s->max_rows = max_rows;
     s->pair_rows = most(max_rows, CLB_PAIR_BLOCK);
+    s->window_rows = max_rows + (m->config.has_mtp ? CLB_WAITING : 0);
     s->watch_fd = -1;
     take_caches(s, &b);
     take_attention(s, &b);
@@ -178,7 +179,10 @@ void clb_charge(clb_session *s, int32_t work, const clb_counters *before) {
     for (size_t i = 0; i < sizeof now / sizeof *now; i++) sum[i] += now[i] - then[i];
 }
 
-const float *clb_session_hidden(const clb_session *s) { return s->hidden; }
+const float *clb_session_hidden(const clb_session *s, int64_t position) {
+    int64_t row = position - s->window;
+    return row < 0 || row >= s->window_rows ? NULL : s->hidden + row * s->model->config.hidden;
+}
 
 void clb_session_watch(clb_session *s, int32_t fd) { s->watch_fd = fd; }
 
@@ -190,6 +194,7 @@ int32_t clb_session_rewind(clb_session *s, int64_t length, clb_error *error) {
                         (long long)s->length, (long long)length);
     s->length = length;
     if (s->mtp_length > length) s->mtp_length = length;
+    if (s->window > length) s->window = length;
     return CLB_OK;
 }
 
@@ -204,6 +209,7 @@ int32_t clb_session_restore(clb_session *s, int64_t length, int64_t mtp_length,
     s->length = length;
     s->mtp_length = mtp_length;
     s->mtp_seed.count = 0;
+    s->window = length;
     s->step_rows = 0; /* nothing of an older step is to be kept or taken back */
     return CLB_OK;
 }

@@ -120,6 +120,20 @@ static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, c
     return clb_check_ids(s, ids, n, error);
 }
 
+/* Where the next n rows leave their hidden states. Rows that the MTP cache holds make room for
+   them; where they are not enough all do, and that cache cannot catch up any more. */
+static float *hidden_room(clb_session *s, int64_t n) {
+    int64_t width = s->model->config.hidden, first = s->length;
+    if (s->length - s->window + n > s->window_rows) {
+        if (s->mtp_length < first && s->length - s->mtp_length + n <= s->window_rows)
+            first = s->mtp_length > s->window ? s->mtp_length : s->window;
+        memmove(s->hidden, s->hidden + (first - s->window) * width,
+                (size_t)((s->length - first) * width) * sizeof(float));
+        s->window = first;
+    }
+    return s->hidden + (s->length - s->window) * width;
+}
+
 static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
                         clb_error *error) {
     const clb_model *m = s->model;
@@ -141,9 +155,10 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
         if (code) return code;
         clb_pilot_hint(s, i + 1, n);
     }
-    clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, s->hidden, hidden);
-    if (want == CLB_LOGITS_ALL) clb_head(s, s->hidden, n, logits);
-    if (want == CLB_LOGITS_LAST) clb_head(s, s->hidden + (n - 1) * hidden, 1, logits);
+    float *out = hidden_room(s, n);
+    clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, out, hidden);
+    if (want == CLB_LOGITS_ALL) clb_head(s, out, n, logits);
+    if (want == CLB_LOGITS_LAST) clb_head(s, out + (n - 1) * hidden, 1, logits);
     s->step_start = s->length;
     s->step_rows = n;
     s->length += n;

@@ -166,14 +166,14 @@ def mean_rate(make, machine: Machine, text: Text) -> float:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_controller_is_near_the_best_fixed_depth(machine, text):
-    """From a cold start: at least 94% of the best fixed depth, and 96% of no drafts at all."""
+    """From a cold start: at least 94% of the best fixed depth, and 97.5% of no drafts at all."""
     rates = {
         depth: mean_rate(lambda depth=depth: Fixed(depth), MACHINES[machine], TEXTS[text])
         for depth in (0, 1, 3, 7)
     }
     found = mean_rate(controller, MACHINES[machine], TEXTS[text])
     assert found > 0.94 * max(rates.values())
-    assert found > 0.96 * rates[0]
+    assert found > 0.975 * rates[0]
 
 
 def test_the_controller_drafts_deep_only_where_it_pays():
@@ -189,7 +189,21 @@ def test_the_controller_drafts_deep_only_where_it_pays():
         rests.append(policy.rest)
         depths.append(policy.plan(15))
         policy.record(0, 0, 0, [("plain", 1, 1.0)])
-    assert max(depths) <= 1 and rests[1:] == [Controller.PROBE_LAST] * 4
+    assert max(depths) <= 1 and min(rests[1:]) > 40
+
+
+@pytest.mark.parametrize(
+    "waiting, least, most", [(0.0, 50, 70), (0.008, 250, 350), (0.02, 1024, 1024)]
+)
+def test_what_a_try_would_lose_decides_when_it_is_made(waiting, least, most):
+    """A draft of 0.6 passes more than it gives is tried again after some 60 tokens; after more when
+    rows that wait cost as well, and never in a text of 1,000 when they alone cost too much."""
+    costs = FixedCosts(row=0.9, absorb=0.1)
+    costs.waiting = waiting
+    policy = Controller(costs)
+    policy._mean[0] = 0.4  # the chance of a first draft
+    policy.record(0, 0, 0, [])
+    assert least <= policy.rest <= most
 
 
 def test_the_controller_notices_that_a_text_becomes_easy():

@@ -97,7 +97,7 @@ def test_memory():
     assert found.status == FAIL and "64 MiB" in found.found
     found = examine(ram="107M", io="buffered")["fit"]
     assert found.status == OK and "of 32 experts" in found.found
-    found = examine(ram="105.4M", io="buffered", context="1024")["fit"]
+    found = examine(ram="106M", io="buffered", context="1024")["fit"]
     assert found.status == WARN and "give more memory" in found.remedy
 
 

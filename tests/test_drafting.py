@@ -20,8 +20,13 @@ RULE = Matching(Sampler(SamplingParams(0), 1000))
 def looked_up(tokens: list[int], limit: int = 4, depth=None) -> list[int]:
     """What prompt lookup drafts after a text."""
     drafter = NgramDrafter()
-    drafter.begin(ToySession(lambda _: None, tokens))
-    return drafter.draft(limit, RULE, depth or Fixed(limit), Ledger()).ids
+    return asked(drafter, tokens, limit, depth)
+
+
+def asked(drafter: NgramDrafter, tokens: list[int], limit: int, depth=None) -> list[int]:
+    """What it drafts in a turn that begins after a text, whose last token is pending."""
+    drafter.begin(ToySession(lambda _: None, tokens[:-1]))
+    return drafter.draft(tokens[-1], limit, RULE, depth or Fixed(limit), Ledger()).ids
 
 
 def brute_force(tokens: list[int]) -> tuple[int, int]:
@@ -39,7 +44,6 @@ def brute_force(tokens: list[int]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "tokens, drafts",
     [
-        ([], []),
         ([1], []),
         ([1, 2], []),
         ([1, 2, 3, 2], []),  # a unigram is not enough
@@ -62,27 +66,24 @@ def test_prompt_lookup_agrees_with_a_plain_search():
         drafter = NgramDrafter()
         drafter.CANDIDATES = drafter.LONGEST = 1000
         text = [rng.randrange(3) for _ in range(rng.randrange(2, 12))]
-        drafter.begin(ToySession(lambda _: None, text))
+        session = ToySession(lambda _: None, text[:-1])
+        drafter.begin(session)
         for _ in range(25):
+            drafter.draft(text[-1], 1, RULE, Fixed(1), Ledger())
             place, agreed = drafter.match()
             expected = brute_force(text)
             assert (place, agreed if place >= 0 else 1) == expected
-            new = [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
-            text = text + new
-            drafter.feed(None, new, Ledger())
+            text = text + [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
+            session.tokens = text[:-1]
 
 
 def test_prompt_lookup_follows_edits():
     """After a turn whose history was cut, matches come from the new text alone."""
     drafter = NgramDrafter()
-    drafter.begin(ToySession(lambda _: None, [1, 2, 3, 4, 5, 6]))
-    drafter.feed(None, [7, 8, 9], Ledger())
-    drafter.begin(ToySession(lambda _: None, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]))
-    assert drafter.draft(2, RULE, Fixed(2), Ledger()).ids == [3, 4]
-    drafter.begin(ToySession(lambda _: None, [4, 4, 1, 2]))
-    assert drafter.draft(2, RULE, Fixed(2), Ledger()).ids == []
-    drafter.begin(ToySession(lambda _: None, [1, 2, 8, 1, 2]))
-    assert drafter.draft(2, RULE, Fixed(2), Ledger()).ids == [8, 1]
+    assert asked(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9], 2) == []
+    assert asked(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 2) == [3, 4]
+    assert asked(drafter, [4, 4, 1, 2], 2) == []
+    assert asked(drafter, [1, 2, 8, 1, 2], 2) == [8, 1]
 
 
 def test_a_lookup_is_bounded():
@@ -97,8 +98,7 @@ def test_a_lookup_is_bounded():
             return n
 
     drafter = Counting()
-    drafter.begin(ToySession(lambda _: None, [7] * 5000))
-    drafter.match()
+    asked(drafter, [7] * 5000, 1)
     assert compared <= NgramDrafter.LONGEST * NgramDrafter.CANDIDATES
 
 
@@ -131,8 +131,7 @@ def test_every_drafter_asks_before_it_goes_on(demo_model):
     session.prefill([3, 40, 50, 60])
     drafter, picky = MtpDrafter(session), Picky(5, 2)
     drafter.begin(session)
-    drafter.feed(session.last_hidden, [70], Ledger())
-    assert len(drafter.draft(5, RULE, picky, Ledger()).ids) == 2
+    assert len(drafter.draft(70, 5, RULE, picky, Ledger()).ids) == 2
     assert picky.asked == ORDER
     assert session.mtp_length == session.length
 
@@ -143,9 +142,8 @@ def test_mtp_drafts_come_from_used_tokens_alone(demo_model):
     session.prefill([3, 40, 50, 60])
     drafter = MtpDrafter(session)
     drafter.begin(session)
-    drafter.feed(session.last_hidden, [70], Ledger())
     rule = Matching(Sampler(SamplingParams(0), 100))
-    ids = drafter.draft(7, rule, Fixed(7), Ledger()).ids
+    ids = drafter.draft(70, 7, rule, Fixed(7), Ledger()).ids
     assert len(ids) == 7 and max(ids) < 100
 
 

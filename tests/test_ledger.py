@@ -128,25 +128,21 @@ class TimedSession(ToySession):
 
 
 class TimedDrafter(ToyDrafter):
-    """Absorbs in 0.25 seconds a step, and catches up in 2 when the turn ends."""
+    """Absorbs in 0.25 seconds a step."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda tokens: drawn("clock" if len(tokens) % 3 else "other", tokens))
         self.clock = clock
 
-    def draft(self, limit, rule, depth, ledger):
+    def draft(self, pending, limit, rule, depth, ledger):
         ledger.enter(ABSORB, 1)
         self.clock.passes(0.25)
-        return super().draft(limit, rule, depth, ledger)
-
-    def finish(self, ledger):
-        ledger.enter(ABSORB, 1)
-        self.clock.passes(2.0)
+        return super().draft(pending, limit, rule, depth, ledger)
 
 
 @pytest.mark.parametrize("depth", [0, 2, 5])
 def test_every_second_of_a_turn_is_in_exactly_one_segment(depth):
-    """Against a clock outside the loop: passes, drafts, the caller's own time and the end."""
+    """Against a clock outside the loop: passes, drafts and the caller's own time."""
     clock = Clock()
     session, ledger = TimedSession(clock), Ledger(lambda: clock.now)
     sampler, drafter = Sampler(SamplingParams(0), VOCAB), TimedDrafter(clock)
@@ -159,7 +155,7 @@ def test_every_second_of_a_turn_is_in_exactly_one_segment(depth):
     assert seconds[PLAIN] == rows.count(1)
     assert seconds[VERIFY] == sum(0.5 + 0.5 * n for n in rows if n > 1)
     assert seconds[TEXT] == 0.125 * (len(rows) + 1)
-    assert seconds[ABSORB] == 2.0 + 0.25 * len(rows) * (depth > 0) - 0.25 * late(rows, depth)
+    assert seconds[ABSORB] == 0.25 * len(rows) * (depth > 0) - 0.25 * late(rows, depth)
 
 
 def late(rows: list[int], depth: int) -> int:

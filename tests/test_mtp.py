@@ -15,10 +15,10 @@ import tiny
 
 from colibri.container import Container
 from colibri.depth import Fixed
-from colibri.drafting import BACKLOG, MtpDrafter
+from colibri.drafting import MtpDrafter
 from colibri.errors import CoreError
 from colibri.ledger import Ledger
-from colibri.model import Model
+from colibri.model import WAITING, Model
 from colibri.sampling import Sampler, SamplingParams
 from colibri.session import Session
 from colibri.speculation import Limits, spec_decode
@@ -222,7 +222,9 @@ def test_a_turn_leaves_the_caches_of_its_tokens(open_model, cheat, case, way, de
     session, tokens, ledger = run(model, prompt, 60, MtpDrafter, DEPTHS[depth]())
     assert tokens == plain
     assert depth == "never" or sum(ledger.accepted) > 0
-    assert session.mtp_length == session.length == len(prompt) + len(tokens) - 1
+    assert session.length == len(prompt) + len(tokens) - 1
+    session.catch_up(tokens[-1])
+    assert session.mtp_length == session.length
     scratch = from_scratch(model, session.tokens, tokens[-1:])
     assert mtp_caches(session) == mtp_caches(scratch)
     assert main_caches(session) == main_caches(scratch)
@@ -243,44 +245,67 @@ def test_a_stop_inside_a_block_leaves_no_trace(open_model, cheat, depth):
         assert tokens == plain[:at]
         assert ledger.proposed == sum(ledger.accepted)
         assert session.tokens == prompt + tokens
+        session.catch_up()
         assert session.mtp_length == session.length - 1
         scratch = from_scratch(model, session.tokens, [])
         assert mtp_caches(session) == mtp_caches(scratch)
         assert main_caches(session) == main_caches(scratch)
 
 
-def test_the_next_turn_runs_one_old_token_again_at_most(open_model):
-    """After a turn without drafts the MTP cache is complete, so that reuse keeps nearly all."""
+def test_the_next_turn_runs_no_old_token_again(open_model):
+    """After a turn without drafts the MTP cache catches up, so that reuse keeps all."""
     model = open_model("groups", "shared")
     session, tokens, _ = run(model, text(model, 5, 9), 30, MtpDrafter, None)
-    following = [*session.tokens, tokens[-1], 8, 9]
-    assert session.reuse(following) >= 9 + 29 - 1
+    assert session.mtp_length == 9 - 1
+    assert session.reuse([*session.tokens, tokens[-1], 8, 9]) == session.length == 9 + 29
+    assert session.mtp_length == session.length - 1
 
 
-def test_a_prompt_that_was_not_primed_is_not_drafted_for(open_model):
-    """A gap in the MTP cache switches its drafts off instead of drafting from stale rows."""
+def long_turn(model, depth, prime=True):
+    """The session, tokens and ledger of a greedy turn for whose rows there is no room to wait."""
+    session = Session(model, 2 * WAITING, 16)
+    logits, ledger = session.prefill(text(model, 6, 9), prime=prime), Ledger()
+    sampler, drafter = Sampler(SamplingParams(0), model.config.vocab_size), MtpDrafter(session)
+    loop = spec_decode(session, logits, sampler, drafter, depth, Limits(WAITING + 40), ledger)
+    return session, [token for block in loop for token in block], ledger
+
+
+def test_rows_that_wait_are_bounded(open_model):
+    """With no room left for rows to wait, all enter the cache in batches, keys only, with the bytes
+    of rows that did not wait."""
     model = open_model("groups", "shared")
-    session = Session(model, CONTEXT, 16)
-    logits = session.prefill(text(model, 6, 9), prime=False)
-    sampler, ledger = Sampler(SamplingParams(0), model.config.vocab_size), Ledger()
-    loop = spec_decode(session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(20), ledger)
-    assert len([token for block in loop for token in block]) == 20
-    assert ledger.proposed == 0 and session.mtp_length == 0
-
-
-def test_the_backlog_is_bounded(open_model):
-    """Rows that wait for a draft never exceed the backlog; full, it enters the cache at once."""
-    model = open_model("groups", "shared")
-    session, _, ledger = run(model, text(model, 7, 5), 80, MtpDrafter, None)
-    assert session.mtp_length == session.length
+    session, tokens, ledger = long_turn(model, None)
     absorb = ledger.segments["absorb"]
-    room = min(BACKLOG, session.max_rows)
-    assert absorb.rows == 80 and absorb.forwards == -(-80 // room)
+    assert absorb.rows == session.mtp_length - 8 == WAITING + 16 - 1
     assert absorb.core["head_bytes"] == absorb.core["expert_uses"] == 0
     hidden, config = model.config.hidden_size, model.config
     rows = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim  # keys
     weights = 2 * hidden * hidden + rows * hidden  # eh_proj, then the keys of both caches
-    assert absorb.core["dense_bytes"] == absorb.forwards * weights * 4
+    assert absorb.core["dense_bytes"] == -(-absorb.rows // session.max_rows) * weights * 4
+    session.catch_up(tokens[-1])
+    other, same, _ = long_turn(model, Fixed(3))
+    other.catch_up(same[-1])
+    assert same == tokens and session.mtp_length == other.mtp_length == session.length
+    assert mtp_caches(session) == mtp_caches(other)
+
+
+def test_a_cache_that_cannot_catch_up_is_not_drafted_from(open_model):
+    """A gap in the MTP cache switches its drafts off instead of drafting from stale rows."""
+    model = open_model("groups", "shared")
+    session = Session(model, 2 * WAITING, 16)
+    ids = text(model, 6, WAITING + 40)
+    logits = session.prefill(ids, prime=False)
+    assert not session.mtp_ready
+    sampler, ledger = Sampler(SamplingParams(0), model.config.vocab_size), Ledger()
+    loop = spec_decode(session, logits, sampler, MtpDrafter(session), Fixed(3), Limits(20), ledger)
+    assert len([token for block in loop for token in block]) == 20
+    assert ledger.proposed == 0 and session.mtp_length == 0
+    assert ledger.segments["absorb"].forwards == 0
+    assert session.reuse([*ids, 7]) == 0  # nothing can be kept without its MTP rows
+    session.prefill([*ids, 7])
+    scratch = Session(model, 2 * WAITING, 4)
+    scratch.prefill([*ids, 7])
+    assert mtp_caches(session) == mtp_caches(scratch)
 
 
 def test_a_draft_needs_a_fresh_absorb(open_model):

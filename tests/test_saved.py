@@ -94,7 +94,7 @@ def save(state: State, session: Session, name: str = "it") -> Saved:
 )
 def test_resumed_is_never_stopped(state, settings):
     """The next answers are byte-identical to those of an engine that went on, MTP on and off,
-    greedy and sampled, and as little is read again."""
+    greedy and sampled, and hardly more is read again."""
     first, second = (Engine.open(Settings.resolve({"threads": "1"} | settings, {}))
                      for _ in range(2))  # fmt: skip
     questions = ["Tell me a story about a fox.", "What colour is snow?", "And a bear?"]
@@ -110,7 +110,8 @@ def test_resumed_is_never_stopped(state, settings):
             turns = [e.answer(e.chat(messages), max_tokens=60) for e in (first, second)]
             texts = ["".join(piece.text for piece in turn) for turn in turns]
             assert turns[0].token_ids == turns[1].token_ids and texts[0] == texts[1]
-            assert turns[0].receipt.reused_tokens == turns[1].receipt.reused_tokens > 100
+            reused = [turn.receipt.reused_tokens for turn in turns]
+            assert reused[0] - first.model.has_mtp == reused[1] > 100  # one hidden state is gone
         else:
             turn = first.answer(first.chat(messages), max_tokens=120)
             messages.append({"role": "assistant", "content": "".join(p.text for p in turn)})

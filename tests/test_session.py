@@ -86,9 +86,11 @@ def test_reuse_leaves_no_trace(session, model, ids):
 
 
 def test_reuse_keeps_what_it_can(session, model):
-    """Only what differs is run again: one row, and with MTP one more."""
+    """Only what differs is run again; rows whose hidden states are gone, with MTP, as well."""
     session.prefill(PROMPT)
     longer = [*PROMPT, 7]
+    assert session.reuse(longer) == len(PROMPT)
+    session.restore(PROMPT, (len(PROMPT) - 1) * model.has_mtp)
     assert session.reuse(longer) == len(PROMPT) - model.has_mtp
     session.prefill(longer[session.length :])
     assert session.reuse(PROMPT) == len(PROMPT) - 1

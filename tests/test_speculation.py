@@ -126,13 +126,15 @@ def test_blocks_are_yielded_as_soon_as_they_are_picked():
     assert text == PLAIN[:30]
 
 
-def test_the_drafter_is_fed_every_token_once():
-    """Every committed token reaches the drafter in order, and it is told when the turn is over."""
-    for depth in (None, Fixed(0), Fixed(4)):
+def test_a_drafter_is_asked_about_the_text_so_far():
+    """Each step asks about all committed tokens, refused drafts left out; depth 0 does not ask."""
+    for depth, fewest in ((None, 0), (Fixed(0), 0), (Fixed(4), 23 // 5)):
         toy = ToyDrafter(half_right)
         turn(Limits(23), toy, depth)
-        assert toy.text == PROMPT + PLAIN[:23]
-        assert toy.finished
+        lengths = [len(text) - len(PROMPT) for text in toy.asked]
+        assert toy.asked == [PROMPT + PLAIN[:n] for n in lengths]
+        assert lengths == sorted(set(lengths)) and len(lengths) >= fewest
+        assert bool(lengths) == (fewest > 0)
 
 
 class Failing(ToySession):
@@ -153,32 +155,38 @@ class Failing(ToySession):
 def test_an_interrupted_turn_leaves_what_was_yielded(error, at):
     """Cancelled and core errors surface, with a session that holds the yielded tokens only."""
     session, sampler, ledger = Failing(error, at), Sampler(GREEDY, VOCAB), Ledger()
-    toy, text = ToyDrafter(half_right), []
+    text = []
     loop = spec_decode(
-        session, session.logits(), sampler, toy, Fixed(2), Limits(30), ledger, "rejection"
+        session,
+        session.logits(),
+        sampler,
+        ToyDrafter(half_right),
+        Fixed(2),
+        Limits(30),
+        ledger,
+        "rejection",
     )
     with pytest.raises(type(error)):
         for block in loop:
             text += block
     assert text == PLAIN[: len(text)]
     assert session.tokens == PROMPT + text[:-1]
-    assert toy.finished == isinstance(error, Cancelled)
     assert ledger.wall >= sum(s.seconds for s in ledger.segments.values()) * 0.999
 
 
 def test_a_closed_loop_is_tidy():
     """A caller that stops listening leaves the same state as a cancelled turn."""
-    session, toy, text = ToySession(model, PROMPT), ToyDrafter(model), []
+    session, text = ToySession(model, PROMPT), []
     loop = spec_decode(
-        session, session.logits(), Sampler(GREEDY, VOCAB), toy, Fixed(2), Limits(30), Ledger()
-    )
+        session, session.logits(), Sampler(GREEDY, VOCAB), ToyDrafter(model), Fixed(2),
+        Limits(30), Ledger(),
+    )  # fmt: skip
     for block in loop:
         text += block
         if len(text) > 6:
             loop.close()
             break
     assert session.tokens == PROMPT + text[:-1]
-    assert toy.finished
 
 
 def test_unusable_logits_leave_no_drafts_behind():

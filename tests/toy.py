@@ -41,16 +41,11 @@ class ToySession:
         self.tokens = list(prompt)
         self.context = context
         self.max_rows = 16
-        self.hidden = np.zeros((self.max_rows, 1), np.float32)
         self.steps: list[list[int]] = []
 
     @property
     def length(self) -> int:
         return len(self.tokens)
-
-    @property
-    def last_hidden(self) -> Row:
-        return self.hidden[:1]
 
     def logits(self) -> Row:
         """What the prompt's last row gives."""
@@ -68,43 +63,37 @@ class ToySession:
         assert length <= len(self.tokens)
         del self.tokens[length:]
 
+    def crowded(self, rows: int) -> bool:
+        return False
+
     def work(self) -> dict[str, dict[str, int]]:
         return {}
 
 
 class ToyDrafter:
-    """Drafts whatever a function of the text so far says; remembers what it was fed."""
+    """Drafts whatever a function of the text so far says; remembers what it was asked about."""
 
     name = "toy"
 
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
-        self.text: list[int] = []
-        self.finished = False
+        self.asked: list[list[int]] = []
 
     def begin(self, session) -> None:
         self.session = session
-        self.text = list(session.tokens)
 
-    def feed(self, hidden, tokens, ledger) -> None:
-        assert len(hidden) == len(tokens)
-        self.text.extend(tokens)
-
-    def draft(self, limit, rule, depth, ledger) -> Drafts:
-        assert self.text[:-1] == self.session.tokens
-        drafts = Drafts()
+    def draft(self, pending, limit, rule, depth, ledger) -> Drafts:
+        text, drafts = [*self.session.tokens, pending], Drafts()
+        self.asked.append(text)
         for step in range(limit):
-            row = self._logits(self.text + drafts.ids)
-            proposal = rule.propose(row, len(self.text) + step, step)
+            row = self._logits(text + drafts.ids)
+            proposal = rule.propose(row, len(text) + step, step)
             if proposal is None or not depth.keep(step, proposal[1]):
                 break
             drafts.add(*proposal)
             if step + 1 < limit and not depth.deeper(step + 1):
                 break
         return drafts
-
-    def finish(self, ledger) -> None:
-        self.finished = True
 
 
 class Walk:
