@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# setuptools warns of every editable install, and newer versions of pip pass it on.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h)
@@ -14,7 +15,7 @@ CHECKED := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED := encoder checksum quantize convert repack session saved residency resident mtp laws bits \
     fuzz_container kernels
 
-.PHONY: demo test lint sanitize docs bench package clean exactness bench-spec soak
+.PHONY: demo test search lint sanitize docs bench package clean exactness bench-spec soak
 
 ## demo: install, then let the embedded model answer
 demo: $(BUILT)
@@ -23,6 +24,10 @@ demo: $(BUILT)
 ## test: everything that must hold
 test: $(VENV)/tools
 	$(BIN)/python -m pytest -n 2
+
+## search: the tests that draw their examples, with new ones each time
+search: $(VENV)/tools
+	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=search
 
 ## lint: style, documents that match the code, a core that compiles without a warning
 lint: $(VENV)/tools $(OBJECTS)
