@@ -508,7 +508,7 @@ typedef void tile_row_fn(const tile *t, int64_t count);
 static void linear_tiles(tile t, int64_t first, int64_t last, tile_row_fn *const *by_rows) {
     const int64_t rows = t.x->rows, row_size = t.x->blocks * CLB_BLOCK;
     const int64_t fits = PANEL_BYTES / row_size / SIDE * SIDE, panel = fits > SIDE ? fits : SIDE;
-    const int64_t step = rows < SIDE ? last - first : STRIP;
+    const int64_t step = rows <= SIDE ? last - first : STRIP;
     for (int64_t r = 0; r < rows; r += panel) {
         int64_t end = r + panel < rows ? r + panel : rows;
         for (t.o = first; t.o < last; t.o += step)
