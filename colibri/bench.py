@@ -26,7 +26,7 @@ from colibri.model import PILOT_SLOTS, Model, available_isas
 from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
 from colibri.reading import choose
-from colibri.session import Session
+from colibri.session import STREAMED_ROWS, Session
 from colibri.spread import Spread
 from colibri.state import State
 from colibri.trace import Trace, TraceWriter
@@ -35,12 +35,10 @@ _PILOTS = {
     "router": "read ahead by the router", "off": "nothing read ahead",
     "random": "random experts read ahead", "oracle": "the true experts read ahead",
 }  # fmt: skip
-PILOTS = tuple(_PILOTS)
 SECTIONS = ("machine", "decode", "prefill", "rows", "stream")
 CACHED = {"decode", "prefill", "rows"}  # these need the whole model in memory
 VERSION = 1
 ROWS = (1, 2, 4)
-_STREAM_ROWS = 128  # rows of one step while streaming, as `colibri run` has them: they cost memory
 _SETTLE = 8  # steps of one token before it is timed: its experts are then in memory
 
 Say = Callable[[str], None]
@@ -279,7 +277,7 @@ class Bench:
         disk = self._limits.disk_rate()
         room = budget(arm.ram).bytes  # before the model takes its part
         model = self._open(threads)
-        session = Session(model, 2 * self.request.tokens + 2 * _SETTLE, _STREAM_ROWS)
+        session = Session(model, 2 * self.request.tokens + 2 * _SETTLE, STREAMED_ROWS)
         plan = self._plan(arm, model, session, room)
         self._notes.update(dict.fromkeys(plan.notes))
         feed = self._guesses(arm, session, plan)
@@ -316,7 +314,7 @@ class Bench:
         demand = Demand(
             dense=model.dense_bytes,
             session=session.bytes,
-            container=sum(shard.size for shard in self.container.shards),
+            container=self.container.bytes,
             experts=config.n_routed_experts,
             layers=sum(self.container.sparse[: config.num_hidden_layers]),
             slot=model.slot_bytes(),
@@ -385,7 +383,7 @@ def describe_model(container: Container) -> dict[str, Any]:
     return {
         "name": container.directory.resolve().name,
         "fingerprint": container.fingerprint,
-        "bytes": sum(shard.size for shard in container.shards),
+        "bytes": container.bytes,
         "dense_bytes": dense_bytes(container, False),
         "record_bytes": record_bytes(container),
         "sparse_layers": sum(container.sparse[: config.num_hidden_layers]),

@@ -44,6 +44,11 @@ class Contents:
         return self.checkpoint.shards
 
     @property
+    def bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every stored tensor by name."""
         return self.checkpoint.tensors

@@ -17,6 +17,7 @@ from colibri import memory
 from colibri.amounts import data_size, gigabytes, plural
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import Settings
+from colibri.paths import expanded
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 SLOW_DISK = 1e9  # bytes a second below which streaming is told to be slow
@@ -126,7 +127,7 @@ class Doctor:
         self.directory = model_directory(self.settings)
         self.container = container = Container.open(self.directory)
         Tokenizer.load(self.directory)
-        nbytes = sum(shard.size for shard in container.shards)
+        nbytes = container.bytes
         files = plural(len(container.shards), "file")
         text = f"{self.directory}: whole, {files}, {data_size(nbytes)}"
         if container.notes:
@@ -200,7 +201,10 @@ class Doctor:
         if self.settings.state is None:
             remedy = "set COLIBRI_STATE to a directory to save conversations"
             return Finding("state", WARN, "nothing is kept (there is no state directory)", remedy)
-        path = Path(self.settings.state).expanduser()
+        try:
+            path = expanded(self.settings.state, "COLIBRI_STATE")
+        except UsageError as why:
+            return Finding("state", WARN, str(why), "set COLIBRI_STATE to another directory")
         there = next(p for p in (path, *path.parents) if p.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             remedy = f"make {there} writable, or set COLIBRI_STATE to another directory"
@@ -218,10 +222,11 @@ class Doctor:
     def _limits(self) -> Iterator[tuple[str, str]]:
         shards = len(self.container.shards) if self.container else 1
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY and files < shards + _SPARE_FILES:
-            yield f"{files} open files are allowed", f"ulimit -n {shards + _SPARE_FILES}"
+        wanted = 2 * shards + _SPARE_FILES  # each is open through the page cache and past it
+        if files != resource.RLIM_INFINITY and files < wanted:
+            yield f"{files} open files are allowed", f"ulimit -n {wanted}"
         space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        need = sum(shard.size for shard in self.container.shards) if self.container else 0
+        need = self.container.bytes if self.container else 0
         if space != resource.RLIM_INFINITY and space < 2 * need:
             yield f"the address space is limited to {gigabytes(space)}", "ulimit -v unlimited"
         disabled = _text(self.root / "proc/sys/kernel/io_uring_disabled").strip()

@@ -23,23 +23,22 @@ from colibri.errors import ContextFull, UsageError
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, budget, physical_cores
 from colibri.model import PILOT_SLOTS, Model
+from colibri.paths import expanded
 from colibri.plan import Demand, Plan, make_plan
 from colibri.reading import choose
 from colibri.sampling import Sampler, SamplingParams
-from colibri.session import Session
+from colibri.session import Session, rows_of
 from colibri.state import State
 from colibri.tokenizer import Tokenizer
 from colibri.turn import Progress, Turn
 from colibri.verification import Mode
-
-ROWS = 128  # rows of one prefill step; more would cost scratch, fewer would read experts more often
 
 
 def model_directory(settings: Settings) -> Path:
     """The model that was named, else the demo; UsageError when it is no directory."""
     if settings.model is None:
         return demo.MODEL
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model, "MODEL")
     if path.is_dir():
         return path
     if path.exists():
@@ -73,11 +72,13 @@ class Engine:
     tokenizer say. `context` is the size of the slots it makes; `slot` is its own.
     """
 
-    def __init__(self, container: Container, model: Model, settings: Settings, size: int) -> None:
+    def __init__(
+        self, container: Container, model: Model, settings: Settings, size: int, rows: int
+    ) -> None:
         self.container = container
         self.model = model
         self.settings = settings
-        self.context = size
+        self.context, self._rows = size, rows
         self.tokenizer = Tokenizer.load(container.directory)
         self.template = Template.load(container.directory)
         self.stops = container.config.eos_token_ids | self.tokenizer.eos_ids
@@ -108,7 +109,8 @@ class Engine:
             mtp=mtp,
             progress=progress and (lambda done, total: progress("loading layer", done, total)),
         )
-        engine = cls(container, model, settings, size)
+        rows = rows_of(container.bytes, memory.bytes)
+        engine = cls(container, model, settings, size, rows)
         quarter = (memory.bytes - model.dense_bytes - RESERVE) // 4
         fit = max(1, min(4, quarter // engine.slot.session.bytes))
         engine.conversations = conversations or fit
@@ -133,7 +135,7 @@ class Engine:
         return Demand(
             dense=self.model.dense_bytes,
             session=self.slot.session.bytes * self.conversations,
-            container=sum(shard.size for shard in self.container.shards),
+            container=self.container.bytes,
             experts=config.n_routed_experts,
             layers=sum(self.container.sparse[: config.num_hidden_layers]),
             slot=self.model.slot_bytes(),
@@ -145,7 +147,7 @@ class Engine:
 
     def new_slot(self) -> Slot:
         """Room for another conversation."""
-        return Slot(Session(self.model, self.context, ROWS))
+        return Slot(Session(self.model, self.context, self._rows))
 
     # ---- prompts ----------------------------------------------------------------------------
 
@@ -174,7 +176,12 @@ class Engine:
         max_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> Turn:
-        """A turn that has not begun; iterate it. ContextFull when the prompt leaves no room."""
+        """A turn that has not begun; iterate it.
+
+        ContextFull when the prompt leaves no room, UsageError when it is empty.
+        """
+        if not prompt.ids:
+            raise UsageError("the prompt is empty; the chat template made nothing of the messages")
         slot = slot or self.slot
         self.require_room(len(prompt.ids))
         sampler = Sampler(sampling or self.sampling, self.tokenizer.vocab_used)

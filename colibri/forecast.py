@@ -21,9 +21,9 @@ from colibri.memory import RESERVE
 from colibri.model import PILOT_SLOTS, WAITING
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
+from colibri.session import rows_of
 from colibri.shapes import Shape, Work, of_container
 
-ROWS = 128  # of a prefill step: the engine's
 ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
 _ROW_BLOCK, _PAIR_BLOCK = 32, 64  # csrc/core.h
 DISK, MEMORY, PRODUCTS, STEPS = "disk", "memory bandwidth", "arithmetic", "small steps"
@@ -101,12 +101,13 @@ class Forecaster:
             )
         return default(limit, room // shape.token_bytes)
 
-    def demand(self, context: int) -> Demand:
-        """What the model and one session of it ask for."""
+    def demand(self, context: int, budget: int) -> Demand:
+        """What the model and one session of it ask for in so many bytes."""
         shape, config = self.shape, self.shape.config
+        rows = rows_of(shape.files, budget)
         return Demand(
             dense=shape.resident,
-            session=session_bytes(shape, context, self.speeds.threads),
+            session=session_bytes(shape, context, self.speeds.threads, rows),
             container=shape.files,
             experts=config.n_routed_experts,
             layers=shape.sparse_layers,
@@ -118,7 +119,7 @@ class Forecaster:
 
     def whole(self, context: int) -> int:
         """The budget that holds every expert."""
-        demand = self.demand(context)
+        demand = self.demand(context, self.shape.files)
         experts = demand.experts * demand.slot_round
         return demand.dense + demand.session + experts + RESERVE
 
@@ -138,10 +139,10 @@ class Forecaster:
 
         UsageError when the budget is too small, with both numbers.
         """
-        demand = self.demand(context)
+        demand = self.demand(context, budget)
         plan = make_plan(demand, budget, io, RESERVE)
         slots = self.slots(plan, demand)
-        config = self.shape.config
+        shape, config = self.shape, self.shape.config
         used = config.num_experts_per_tok
         hits = self.locality.hits(slots, config.n_routed_experts, used)
         parts = self.step(hits, length)
@@ -159,7 +160,7 @@ class Forecaster:
             parts=parts,
             rate=1 / parts.seconds,
             drafted=self._drafted(hits, length, slots),
-            first_token=self.prefill(length, slots) + parts.head,
+            first_token=self.prefill(length, slots, rows_of(shape.files, budget)) + parts.head,
         )
 
     def step(self, hits: float, position: int, rows: int = 1) -> Parts:
@@ -187,12 +188,12 @@ class Forecaster:
         limit = max(parts, key=lambda name: parts[name])
         return Parts(dense, attention, head, sparse * computing, sparse * waiting, other, limit)
 
-    def prefill(self, length: int, slots: float) -> float:
-        """Seconds to read a prompt, no expert being in memory at its beginning."""
+    def prefill(self, length: int, slots: float, chunk: int) -> float:
+        """Seconds to read a prompt in chunks, no expert being in memory at its beginning."""
         shape, config = self.shape, self.shape.config
         seconds = 0.0
-        for start in range(0, length, ROWS):
-            rows = min(ROWS, length - start)
+        for start in range(0, length, chunk):
+            rows = min(chunk, length - start)
             dense, _ = self._seconds(shape.dense, rows)
             union = distinct(config, rows)
             pairs = rows * config.num_experts_per_tok
@@ -269,7 +270,7 @@ def distinct(config: ModelConfig, rows: int) -> float:
     return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
 
 
-def session_bytes(shape: Shape, context: int, threads: int, rows: int = ROWS) -> int:
+def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     """Bytes of one session: the caches, and the larger parts of the scratch of csrc/session.c."""
     config = shape.config
     hidden, heads, n = config.hidden_size, config.num_attention_heads, min(rows, context)

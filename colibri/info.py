@@ -74,7 +74,7 @@ def info_of(container: Container) -> Info:
         fingerprint=container.fingerprint,
         layout=_layout(container),
         files=len(container.shards),
-        file_bytes=sum(shard.size for shard in container.shards),
+        file_bytes=container.bytes,
         architecture=_architecture(container),
         parts=parts,
         expert_bytes=max(per_layer, default=0),
@@ -147,7 +147,7 @@ def _parts(container: Container) -> tuple[Part, ...]:
         for name in (*PARTS, EXPERTS, MTP)
         if name in formats
     ]
-    rest = sum(shard.size for shard in container.shards) - sum(part.nbytes for part in parts)
+    rest = container.bytes - sum(part.nbytes for part in parts)
     return (*parts, Part(OTHER, rest, 0, ()))
 
 

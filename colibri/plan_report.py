@@ -44,7 +44,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
         "budget": {"bytes": budget.bytes, "source": budget.source},
         "context": context,
         "cache_bytes": context * shape.token_bytes,
-        "session_bytes": forecaster.demand(context).session,
+        "session_bytes": forecaster.demand(context, budget.bytes).session,
         "here": here.as_dict(),
         "budgets": [
             _row(forecaster, nbytes, asked, io) for nbytes in _sizes(forecaster, budget, asked)
@@ -59,7 +59,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
 def _divided(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> tuple[int, Plan]:
     """The context that fits, and what goes where; UsageError when nothing does."""
     context = forecaster.context(nbytes, asked)
-    return context, make_plan(forecaster.demand(context), nbytes, io, RESERVE)
+    return context, make_plan(forecaster.demand(context, nbytes), nbytes, io, RESERVE)
 
 
 def _too_small(
@@ -81,10 +81,11 @@ def _too_small(
         return None  # no amount of memory helps
     least = bisect_left(range(high), True, low, key=fits)
     context = forecaster.context(least * unit, asked)
+    session = forecaster.demand(context, least * unit).session
     return UsageError(
         f"{shape.name} does not fit {gigabytes(budget.bytes)} ({budget.source}): dense weights "
         f"{gigabytes(shape.resident)}, a context of {plural(context, 'token')} "
-        f"{gigabytes(forecaster.demand(context).session)}, and {gigabytes(RESERVE)} for the "
+        f"{gigabytes(session)}, and {gigabytes(RESERVE)} for the "
         f"process; {gigabytes(least * unit)} is the least that works: free that much, or see by "
         f"--ram {least if letter else f'{least / 10:g}'}{letter} what a machine that has it does"
         + ("; a smaller --ctx needs less" if asked else "")

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 
 from colibri._core import ffi, lib
-from colibri.errors import ContextFull
+from colibri.errors import ContextFull, CoreError
 from colibri.model import WAITING, Model, check
 
+ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait for as long
+# Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
+# GLM-5.2 0.2 GiB of scratch, and a prompt takes a quarter of the time.
+STREAMED_ROWS = 512
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
 _COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
@@ -23,7 +27,7 @@ class Session:
     step leaves them, and the caches, as they were.
     """
 
-    def __init__(self, model: Model, context: int, max_rows: int = 128) -> None:
+    def __init__(self, model: Model, context: int, max_rows: int = ROWS) -> None:
         self.model = model
         self.context = context
         self.max_rows = min(max_rows, context)
@@ -95,7 +99,8 @@ class Session:
 
     @property
     def hidden(self) -> np.ndarray:
-        """Post-norm hidden states of the last step's rows: f32 view [rows, hidden_size]."""
+        """Post-norm hidden states of the last step's rows, as far as they were not taken back: f32
+        view [rows, hidden_size]. CoreError after `restore`."""
         return self._hidden(self._start, self._rows)
 
     @property
@@ -105,7 +110,12 @@ class Session:
 
     def _hidden(self, position: int, rows: int) -> np.ndarray:
         """The same of any rows that are still kept (csrc/colibri.h); valid until the next step."""
+        rows = min(rows, self.length - position)
+        if rows < 1:
+            return np.empty((0, self.model.config.hidden_size), np.float32)
         pointer = lib.clb_session_hidden(self.handle, position)
+        if not pointer:
+            raise CoreError(f"the hidden state of position {position} is not kept")
         return _view(pointer, (rows, self.model.config.hidden_size))
 
     def rewind(self, length: int) -> None:
@@ -124,8 +134,8 @@ class Session:
     def reuse(self, ids: Sequence[int]) -> int:
         """Rewind to the longest prefix that `ids` shares with the history; returns its length.
 
-        At least one token is left to run. The MTP cache catches up first; where it cannot, all rows
-        that it lacks are left to run.
+        At least one token is left to run. The MTP cache catches up; where hidden states that it
+        needs are gone, the rows from there on are left to run.
         """
         shared = 0
         for mine, theirs in zip(self.tokens, ids, strict=False):
@@ -164,12 +174,12 @@ class Session:
                 f"the prompt has {self.length + len(ids)} tokens, the context holds {self.context}"
             )
         for start in range(0, len(ids), self.max_rows):
-            chunk = list(ids[start : start + self.max_rows])
-            last = start + len(chunk) == len(ids)
-            self.step_all(chunk, "last" if last else "none")
+            part = list(ids[start : start + self.max_rows])
+            last = start + len(part) == len(ids)
+            self.step_all(part, "last" if last else "none")
             if prime:
-                self.catch_up(None if last else ids[start + len(chunk)])
-            yield start + len(chunk)
+                self.catch_up(None if last else ids[start + len(part)])
+            yield start + len(part)
 
     # ---- MTP layer ------------------------------------------------------------------------------
 
@@ -280,6 +290,11 @@ class Session:
         """Positions a row attended to in a layer, ascending; None when all before it."""
         pointer = lib.clb_session_captured(self.handle, layer, row)
         return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
+
+
+def rows_of(container: int, memory: int) -> int:
+    """Rows of a step for a model of so many bytes in so much memory."""
+    return ROWS if container <= memory else STREAMED_ROWS
 
 
 def _free(freed: list[bool], handle: Any) -> None:

@@ -7,7 +7,6 @@ anything was downloaded.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from colibri.config import FULL, ModelConfig
@@ -23,6 +22,7 @@ from colibri.inventory import (
     layer_entries,
 )
 from colibri.layout import Formats, plan_shards, record_layout
+from colibri.paths import expanded
 from colibri.probe import ABSORBED
 from colibri.strictjson import parse_object
 
@@ -148,7 +148,7 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         resident=_work(
             config, (e for e in container.entries if e.layer < layers + mtp), form
         ).total,
-        files=sum(shard.size for shard in container.shards),
+        files=container.bytes,
         selecting=kinds[:layers].count(INDEX_FULL),
         mtp_selecting=int(mtp and kinds[-1] == INDEX_FULL),
         mtp=mtp,
@@ -193,7 +193,7 @@ def published(name: str) -> tuple[str, ModelConfig]:
     raw = PUBLISHED.get(name.lower())
     if raw is not None:
         return name.lower(), ModelConfig.parse(raw, name)
-    path = Path(name).expanduser()
+    path = expanded(name, "--shape")
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():

@@ -104,6 +104,8 @@ def _check_index(verdict: Verdict, shards: list[Shard]) -> None:
     try:
         data = (directory / INDEX).read_bytes()
         weights = parse_object(data, str(directory / INDEX), ContainerError).get("weight_map", {})
+        if not (isinstance(weights, dict) and all(isinstance(f, str) for f in weights.values())):
+            raise ContainerError("its weight_map is no table of file names")
     except FileNotFoundError:
         return
     except (OSError, ContainerError) as why:
@@ -138,7 +140,7 @@ def _check_contents(verdict: Verdict) -> None:
     try:
         contents = open_contents(verdict.directory)
         verdict.warnings += contents.notes
-        nbytes = sum(shard.size for shard in contents.shards)
+        nbytes = contents.bytes
         files = f"{plural(len(contents.shards), 'file')}, {data_size(nbytes)}"
         verdict.facts.append(f"{files}: {contents.summary}")
         half = dead_half(contents) if isinstance(contents, Container) else None

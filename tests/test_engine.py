@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from colibri.answer import Prompt
+from colibri.contents import Contents
 from colibri.engine import Engine
-from colibri.errors import ConfigError, ContextFull
+from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
+from colibri.session import STREAMED_ROWS
 from colibri.turn import Turn
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -105,9 +108,44 @@ def test_cancelled_in_the_middle_of_a_prompt(engine):
 
     turn = engine.answer(engine.chat(long), slot, max_tokens=8, progress=stop)
     assert finish(turn) == "" and turn.finish_reason == "interrupted"
+    receipt = turn.receipt
+    assert receipt.prefill_tokens == receipt.prompt_counters["rows"] == 256
+    assert receipt.prompt_tokens > 256 and not any(receipt.answer_counters.values())
     again = engine.answer(engine.chat(long), slot, max_tokens=8)
     fresh = engine.answer(engine.chat(long), engine.new_slot(), max_tokens=8)
-    assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 128
+    assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 256
+
+
+def test_a_model_larger_than_memory_reads_prompts_in_larger_chunks(engine, monkeypatch):
+    """Each chunk of a prompt reads nearly all experts, so there are fewer; the text is the same."""
+    monkeypatch.setattr(Contents, "bytes", 1 << 50)
+    other = Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
+    assert other.slot.session.max_rows == STREAMED_ROWS > engine.slot.session.max_rows
+    long = [{"role": "user", "content": "Tell me. " * 150}]
+    turns = [e.answer(e.chat(long), e.new_slot(), max_tokens=8) for e in (engine, other)]
+    assert finish(turns[0]) == finish(turns[1])
+    forwards = [turn.receipt.prompt_counters["forwards"] for turn in turns]
+    assert forwards == [5, 2] and turns[0].receipt.prompt_tokens == 606
+
+
+def test_a_cancel_as_the_turn_begins(engine, monkeypatch):
+    """Whoever cancels while the turn takes back an older cancel is heard."""
+    turn = engine.answer(engine.chat(STORY), engine.new_slot())
+    real, early = turn.session.cancel, [turn.cancel]
+
+    def cancel(on: bool = True) -> None:
+        if early and not on:
+            early.pop()()
+        real(on)
+
+    monkeypatch.setattr(turn.session, "cancel", cancel)
+    assert finish(turn) == "" and turn.finish_reason == "interrupted"
+
+
+def test_an_empty_prompt_is_refused(engine):
+    """A template that makes nothing of the messages is no reason to answer somebody else's."""
+    with pytest.raises(UsageError, match="prompt is empty"):
+        engine.answer(Prompt([]))
 
 
 def test_interrupts(engine):

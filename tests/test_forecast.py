@@ -10,12 +10,10 @@ from test_config import GLM_52
 
 from colibri.config import ModelConfig
 from colibri.container import Container
-from colibri.engine import ROWS as ENGINE_ROWS
 from colibri.engine import Engine
 from colibri.errors import UsageError
 from colibri.forecast import (
     ACCEPTED,
-    ROWS,
     Forecaster,
     budgets,
     calibrated,
@@ -94,9 +92,9 @@ def test_session_bytes(demo_container):
     for context in (128, 1024):
         settings = Settings.resolve({"threads": "1", "context": str(context)}, {})
         engine = Engine.open(settings)
-        found = session_bytes(of_container(demo_container), context, 1)
+        rows = engine.slot.session.max_rows
+        found = session_bytes(of_container(demo_container), context, 1, rows)
         assert found == pytest.approx(engine.slot.session.bytes, rel=0.05)
-    assert ROWS == ENGINE_ROWS
 
 
 # ---- hit rates ----------------------------------------------------------------------------------
@@ -216,10 +214,14 @@ def test_first_token(glm):
     union = distinct(glm.config, 128)
     assert union == pytest.approx(256 * (1 - (248 / 256) ** 128))
     forecaster = Forecaster(glm, replace(SLOW, memory=1e15))
-    one, two = forecaster.prefill(128, 8), forecaster.prefill(256, 8)
+    one, two = forecaster.prefill(128, 8, 128), forecaster.prefill(256, 8, 128)
     assert one == pytest.approx(75 * (LATENCY + union * RECORD / (5 * GB)), rel=1e-4)
     assert two == pytest.approx(2 * one, rel=1e-3)
-    assert forecaster.prefill(256, 256) == pytest.approx(one, rel=1e-3)  # the second finds them
+    assert forecaster.prefill(256, 256, 128) == pytest.approx(
+        one, rel=1e-3
+    )  # the second finds them
+    all_of_them = 75 * (LATENCY + distinct(glm.config, 512) * RECORD / (5 * GB))
+    assert forecaster.prefill(512, 8, 512) == pytest.approx(all_of_them, rel=1e-4)
 
 
 # ---- budgets ------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def test_first_token(glm):
 def test_slots_are_the_plans(glm):
     """A budget is divided as the engine divides it, and never exceeded."""
     forecaster = Forecaster(glm, SLOW)
-    demand = forecaster.demand(8192)
+    demand = forecaster.demand(8192, 64 * GIB)
     forecast = forecaster.forecast(64 * GIB, 1000, 8192)
     left = 64 * GIB - glm.resident - demand.session - RESERVE
     assert forecast.slots == left // (75 * RECORD + glm.mtp_expert.total)
