@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from colibri.errors import ConfigError
+from colibri.paths import unreadable
 from colibri.strictjson import parse_object
 
 MODEL_TYPE = "glm_moe_dsa"
@@ -260,7 +261,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as why:
-        raise ConfigError(f"{path}: cannot be read: {why.strerror}") from why
+        raise ConfigError(unreadable(path, why)) from why
     if len(data) > CONFIG_BYTES:
         raise ConfigError(f"{path}: larger than {CONFIG_BYTES >> 20} MiB; not a model's config")
     return parse_object(data, str(path), ConfigError)

@@ -27,7 +27,7 @@ class Costs(Protocol):
         """Cost of a main-model pass with 1, 2, .. `rows` rows; never falling."""
 
     def record(self, laps: Sequence[Lap]) -> None:
-        """The parts of one step, in order."""
+        """The parts of a step, in order; before them the latest of steps that were not recorded."""
 
 
 class FixedCosts:
@@ -135,7 +135,7 @@ class MeasuredCosts:
         return self._waiting.value(0.0)
 
     def record(self, laps: Sequence[Lap]) -> None:
-        """One step: its pass first, for the others are held against it."""
+        """Passes first, for the other parts are held against them."""
         for name, rows, seconds in laps:
             if name == PLAIN:
                 self._plain += 1
@@ -152,7 +152,7 @@ class MeasuredCosts:
                 self._draft.add(seconds / unit)
             elif name == ABSORB and rows <= STEP_ROWS:
                 self._absorb.add(seconds / unit)
-            elif name == ABSORB:
+            elif name == ABSORB and rows > STEP_ROWS + 1:  # of one more either may be the case
                 self._waiting.add(seconds / unit / rows)
 
     def _passed(self, rows: int, seconds: float) -> None:

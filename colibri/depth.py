@@ -15,7 +15,7 @@ from typing import Protocol
 from colibri.costs import Costs, FixedCosts, MeasuredCosts
 from colibri.ledger import Lap
 
-CAP = 7  # drafts a step at most, unless asked for more: the depth GLM-5.2's MTP was trained for
+CAP = 7  # drafts a step at most, unless asked for more: deeper ones hardly ever stand
 
 
 class DepthPolicy(Protocol):

@@ -57,8 +57,8 @@ class Drafter(Protocol):
 class MtpDrafter:
     """The model's own multi-token-prediction layer.
 
-    Its cache holds one row per committed token whose successor is known. Their hidden states wait
-    in the session until a draft is wanted, then enter in one batch.
+    Its cache gets one row per committed token whose successor is known. Their hidden states wait in
+    the session until a draft is wanted, then enter in a batch.
     """
 
     name = "mtp"

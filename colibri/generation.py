@@ -5,6 +5,7 @@ from typing import Any
 
 from colibri.errors import ConfigError
 from colibri.knobs import BY_NAME, Settings
+from colibri.paths import unreadable
 from colibri.sampling import SamplingParams
 from colibri.strictjson import parse_object
 
@@ -21,7 +22,7 @@ def recommended(directory: Path) -> dict[str, float | int]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(unreadable(path, error)) from error
     found = {name: raw[name] for name in _FIELDS if raw.get(name) is not None}
     return {name: _checked(path, name, value) for name, value in found.items()}
 

@@ -207,7 +207,8 @@ KNOBS = (
     Knob("warm", "--warm", Switch(),
          "Begin with the experts that were in memory when this model last ended, where --io keeps "
          "experts within --ram.",
-         "on while a chat waits for its first line, off for run", MACHINE, off="--no-warm"),
+         "on while a chat or a server waits for its first message, off for run", MACHINE,
+         off="--no-warm"),
     Knob("threads", "--threads", Number(1, 1024, whole=True),
          "Threads that compute. The text does not depend on it.",
          "the physical cores this process may use", MACHINE),

@@ -24,7 +24,7 @@ MEMORY_BYTES = 256 << 20  # read over and over: several times a large last-level
 # (places read at once, bytes asked for in advance): which is fastest differs between processors.
 _PATTERNS = ((1, 0), (1, 1024), (2, 0), (4, 1024), (8, 1024))
 _PAGE = 4096
-PIECE = 1 << 20  # one read of csrc/experts.c
+PIECE = 1 << 20  # one read of csrc/loads.c
 DEPTHS = (1, 4, 16, 32)
 RECORD_DEPTHS = (1, 2, 4, 8)
 DISK_BYTES = 256 << 20  # read for one figure

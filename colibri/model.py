@@ -24,7 +24,7 @@ _PILOT = {
     "router": lib.CLB_PILOT_ROUTER,
     "fed": lib.CLB_PILOT_FED,
 }
-WAITING: int = lib.CLB_WAITING  # rows that the MTP cache may lack and still catch up
+WAITING: int = lib.CLB_WAITING  # beside a step's: rows that the MTP cache may lack
 PILOT_SLOTS: int = lib.CLB_PILOT_SLOTS  # slots of the main layers that a pilot adds
 _ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}
 

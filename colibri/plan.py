@@ -99,7 +99,7 @@ def _slots(demand: Demand, left: int) -> tuple[int, int]:
 
 
 def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -> str:
-    """Mapped when everything fits twice or there is nothing to stream; else slots of our own."""
+    """Mapped when there is nothing to stream, or no room for slots; else slots of our own."""
     if not demand.slot_round or demand.container < _GIB // 4:
         return "mmap"
     if fits < 1:

@@ -11,6 +11,7 @@ from colibri import knobs
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import UsageError
 from colibri.knobs import Settings
+from colibri.paths import expanded
 from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _disk(
     try:
         rate = float(asked)
     except ValueError:
-        path = Path(asked).expanduser()
+        path = expanded(asked, "--disk")
         if not path.is_dir():
             raise UsageError(
                 f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"

@@ -269,7 +269,7 @@ class Repl:
             document = place.open()
             if document is not None:
                 self._take_up(place)
-        except StateError:
+        except BaseException:  # Ctrl-C too: what is open stays held
             place.close()
             if mine:
                 mine.hold()

@@ -134,18 +134,14 @@ class Sampler:
         self._warned = False
         self._ids = np.arange(vocab_used)
 
-    def pick(self, logits: NDArray[np.float32], position: int, ban: int | None = None) -> int:
+    def pick(self, logits: NDArray[np.float32], position: int) -> int:
         """The token at `position` (its index in the whole sequence), from one row of logits.
 
-        `ban` rules one token out first. Raises SamplingError when no logit is finite.
+        Raises SamplingError when no logit is finite.
         """
         if self.params.greedy:
-            row, best = self._row(logits)
-            if best != ban:
-                return best
-            return self._row(np.where(np.arange(row.size) == ban, np.float32(-np.inf), row))[1]
-        distribution = self.distribution(logits)
-        return self.draw(distribution if ban is None else distribution.without(ban), position)
+            return self._row(logits)[1]
+        return self.draw(self.distribution(logits), position)
 
     def distribution(self, logits: NDArray[np.float32]) -> Distribution:
         """What `pick` draws from: one row of logits after temperature, top-k, top-p and min-p."""

@@ -3,7 +3,8 @@
 A row of a cache depends on the tokens up to it and on nothing else. So a save writes only the rows
 behind the longest prefix that the last save shares with the session, as one more file, and then a
 small document that names all the files. That document is replaced by a rename: a save that is cut
-off anywhere leaves the one before it. Loading writes the rows back; nothing is computed again.
+off anywhere leaves the one before it. Loading writes the rows back; hidden states are not kept, so
+with an MTP layer the last token is run again.
 """
 
 import fcntl
@@ -283,7 +284,7 @@ class Saved:
             raise
         mtp_length = document.mtp_length if session.model.has_mtp else 0
         session.restore(document.tokens, mtp_length)
-        return min(count, mtp_length + 1) if session.model.has_mtp else count
+        return min(count, mtp_length) if session.model.has_mtp else count
 
     def _read_rows(
         self, segment: Segment, places: list[Place], caches: dict[Place, np.ndarray]

@@ -14,6 +14,8 @@ from colibri.amounts import gigabytes, plural
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
+from colibri.resident import Resident
+from colibri.state import State
 from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -40,9 +42,12 @@ def serve(settings: Settings) -> int:
     with listener:
         try:
             engine = Engine.open(settings, terminal.progress, settings.conversations)
+            resident = Resident(engine, State(settings.state, terminal.warning))
+            if settings.warm:
+                resident.fill(terminal.progress)
         finally:
             terminal.clear()
-        return _run(settings, terminal, engine, listener)
+        return _run(settings, terminal, engine, listener, resident)
 
 
 def require_key(settings: Settings) -> None:
@@ -91,14 +96,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socket.socket) -> int:
+def _run(
+    settings: Settings, terminal: Terminal, engine: Engine, listener: socket.socket,
+    resident: Resident,
+) -> int:  # fmt: skip
     import uvicorn
 
     from colibri.server.app import make_app
     from colibri.server.service import Service
 
-    service = Service(engine, lambda text: _tell(terminal, text))
+    service = Service(engine, lambda text: _tell(terminal, text), resident.stop)
     service.scheduler.start()
+    if settings.warm is None:
+        resident.start()  # until the first request
     config = uvicorn.Config(
         make_app(service), http="h11", ws="none", loop="asyncio", lifespan="off",
         log_level="warning", access_log=False, server_header=False,
@@ -115,7 +125,9 @@ def _run(settings: Settings, terminal: Terminal, engine: Engine, listener: socke
         return Exit.OK
     finally:
         service.scheduler.close()
-        service.scheduler.join(GRACE)
+        resident.stop()
+        if service.scheduler.join(GRACE):
+            resident.save()
     return Exit.OK
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colibri.errors import ContainerError
+from colibri.paths import unreadable
 from colibri.strictjson import parse_object
 
 HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -52,7 +53,7 @@ def read_shard(path: Path, number: int = 0) -> Shard:
             size = os.fstat(file.fileno()).st_size
             header = _read_header(file, path, size)
     except OSError as why:
-        raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+        raise ContainerError(unreadable(path, why)) from why
     fields = parse_object(header, f"{path}: header", ContainerError)
     digest = hashlib.blake2b(header, digest_size=16).hexdigest()
     return parse_shard(fields, path, size, 8 + len(header), digest, number)

@@ -1,4 +1,4 @@
-"""The decoding loop: pick, draft, verify in one batched pass, accept, absorb, emit.
+"""The decoding loop: pick, draft, verify in one batched pass, accept, emit.
 
 Plain decoding is the same loop without drafts. docs/speculation.md tells the story.
 """

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colibri.errors import StateError, UsageError
+from colibri.errors import StateError
+from colibri.paths import expanded
 from colibri.strictjson import parse_object
 
 PARTIAL = ".partial"  # suffix of a file being written; not *.safetensors, so no reader sees it
@@ -28,10 +29,7 @@ class State:
     """
 
     def __init__(self, root: str | Path | None, warn: Callable[[str], None]) -> None:
-        try:
-            self.root = None if root is None else Path(root).expanduser()
-        except RuntimeError:  # nobody of that name
-            raise UsageError(f"COLIBRI_STATE is {str(root)!r}, and there is no such home") from None
+        self.root = None if root is None else expanded(root, "COLIBRI_STATE")
         self._warn = warn
         self._told: set[str] = set()
 

@@ -31,7 +31,8 @@ class Receipt:
     load_seconds: float
     context: int
     prompt_tokens: int
-    reused_tokens: int
+    reused_tokens: int  # of them, found in the cache
+    prefill_tokens: int  # and run; all others, unless the turn ended before
     prompt_seconds: float
     answer_tokens: int
     answer_seconds: float
@@ -48,11 +49,6 @@ class Receipt:
     ledger: Ledger
     peak_bytes: int
     notes: tuple[str, ...] = ()
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that were run, not found in the cache."""
-        return self.prompt_tokens - self.reused_tokens
 
     @property
     def prompt_rate(self) -> float | None:

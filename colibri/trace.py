@@ -7,6 +7,7 @@ writer.trace().save(path)
 """
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,7 +69,8 @@ class Trace:
                 return cls(*parts, int(file["count"]))
         except FileNotFoundError:
             raise UsageError(f"{path}: there is no such trace") from None
-        except (OSError, KeyError, ValueError, AttributeError, zipfile.BadZipFile) as why:
+        except (OSError, EOFError, KeyError, ValueError, AttributeError, RuntimeError,
+                zipfile.BadZipFile, zlib.error) as why:  # fmt: skip
             raise UsageError(f"{path}: is not a trace that colibri recorded") from why
 
     def batches(self) -> Iterator[slice]:

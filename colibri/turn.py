@@ -69,6 +69,7 @@ class Turn:
         self.receipt: Receipt | None = None
         self._progress = progress
         self._cancelled = False
+        self._read = 0  # prompt tokens run
         self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: [], MARK: []}
         self._splitter = Splitter(engine.tokenizer, prompt)
         self._ledger = Ledger()
@@ -108,10 +109,12 @@ class Turn:
     def steps(self) -> Generator[Step, None, None]:
         """Run the turn, once; yields after every chunk of the prompt and every step."""
         splitter = self._splitter
-        self.session.cancel(self._cancelled)
+        self.session.cancel(False)
+        if self._cancelled:  # looked at after that: a cancel between the two is not lost
+            self.session.cancel()
         self._clock.begun = perf_counter()
         before = self.session.counters()
-        reused, between = 0, before
+        reused, between = 0, None
         try:
             reused = self.session.reuse(self.prompt.ids)
             for _ in self._prefill(self.prompt.ids[reused:]):
@@ -130,11 +133,12 @@ class Turn:
             raise
         finally:
             self.session.cancel(False)
-            self.receipt = self._settle(reused, before, between)
+            self.receipt = self._settle(reused, before, between or self.session.counters())
         yield Step([], self._show(splitter.finish()))
 
     def _prefill(self, ids: list[int]) -> Iterator[int]:
         for done in self.session.read(ids):
+            self._read = done
             if self._progress:
                 self._progress("reading the prompt", done, len(ids))
             yield done
@@ -182,6 +186,7 @@ class Turn:
             context=self.session.context,
             prompt_tokens=len(self.prompt.ids),
             reused_tokens=reused,
+            prefill_tokens=self._read,
             prompt_seconds=prefilled - clock.begun,
             answer_tokens=len(self.token_ids),
             answer_seconds=self._ledger.wall,

@@ -135,7 +135,7 @@ const clb_counters *clb_session_work(const clb_session *session); /* [CLB_WORKS]
 int32_t clb_step_all(clb_session *session, const int32_t *ids, int64_t n, int32_t want,
                      float *logits, clb_error *error);
 /* Post-norm hidden states [..][hidden] from the row at a position on, valid until the next step;
-   NULL when they are gone. Kept are the last step's, and up to 512 that the MTP cache lacks. */
+   NULL when they are gone. Kept are max_rows of them, and with an MTP layer CLB_WAITING more. */
 enum { CLB_WAITING = 512 }; /* 12 MB for GLM-5.2 */
 const float *clb_session_hidden(const clb_session *session, int64_t position);
 

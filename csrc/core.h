@@ -118,7 +118,7 @@ struct clb_session {
     float *index_weight;               /* [max_rows][index_heads] */
     float *index_score;                /* [ROW_BLOCK][context] */
     uint64_t *index_order;             /* [threads][context] */
-    float *gate, *up;                  /* [mlp_rows][widest of the MLPs] */
+    float *gate, *up;                  /* the widest MLP's rows, or the pairs' */
     float *router;                     /* [max_rows][experts] */
     float *shared;                     /* [max_rows][hidden] the shared expert's */
     float *pair_out;                   /* [pair_rows][hidden] */
@@ -158,8 +158,8 @@ int32_t clb_shard_open(clb_shard *shard, const char *path, int64_t size, clb_err
 void clb_shard_close(clb_shard *shard);
 int32_t clb_shard_read(const clb_shard *shard, int64_t offset, int64_t n, uint8_t *out,
                        clb_error *error);
-/* Mapped pages [p, p + n): start reading them, or have them all read; an I/O error is reported,
-   never a signal. */
+/* Mapped pages [p, p + n): start reading them, or have them all read; an I/O error is reported. (A
+   file that is cut or a disk that fails after that is a signal, as with any mapping.) */
 int32_t clb_populate(const uint8_t *p, int64_t n, bool start);
 
 /* ---- tensor.c ----------------------------------------------------------------------------- */

@@ -57,7 +57,7 @@ static void prepare(clb_encoding *e, int32_t search) {
     e->search = search && e->shape.format != CLB_INT8;
     e->low = range.low;
     e->high = range.high;
-    for (int t = 0; t < CLB_TRIALS; t++) {
+    for (int t = 0; e->search && t < CLB_TRIALS; t++) {
         float f = range.least + (range.most - range.least) * (float)t / (CLB_TRIALS - 1);
         e->multiplier[t] = (int16_t)((float)range.high / f * 0x1p25f / 32767 + 0.5f);
     }

@@ -1,7 +1,6 @@
 /* The model: what each tensor must be, where it lies, and loading the dense part into memory. */
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include "experts.h"
 
 /* ---- shapes: what each role must be (reference: the checkpoint's tensor table) -------------- */
@@ -243,15 +242,9 @@ static void set_parts(clb_expert *e, int64_t which, const clb_tensor *t, const c
     e->part[2 * which + 1] = (clb_place){t->scale_shard, t->scale_offset, clb_scale_bytes(shape)};
 }
 
-int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *tensors,
-                              clb_error *error) {
+static int32_t fill_experts(clb_model *m, clb_layer *layer, int32_t number,
+                            const clb_tensor *tensors, clb_error *error) {
     const clb_config *c = &m->config;
-    clb_layer *layer = find_layer(m, number);
-    if (number < 0 || !layer || !layer->sparse || layer->experts)
-        return clb_fail(error, CLB_INVALID, "layer %d takes no experts", number);
-    layer->experts = calloc((size_t)c->experts, sizeof *layer->experts);
-    if (!layer->experts)
-        return clb_fail(error, CLB_NO_MEMORY, "out of memory for layer %d", number);
     for (int64_t i = 0; i < 3 * c->experts; i++) {
         const clb_tensor *t = &tensors[i];
         clb_matrix *place[3] = {&layer->experts[i / 3].gate, &layer->experts[i / 3].up,
@@ -271,6 +264,22 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
         if (i < 3) layer->expert_bytes += clb_matrix_bytes(&shape);
     }
     return CLB_OK;
+}
+
+int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *tensors,
+                              clb_error *error) {
+    clb_layer *layer = find_layer(m, number);
+    if (number < 0 || !layer || !layer->sparse || layer->experts)
+        return clb_fail(error, CLB_INVALID, "layer %d takes no experts", number);
+    layer->experts = calloc((size_t)m->config.experts, sizeof *layer->experts);
+    if (!layer->experts)
+        return clb_fail(error, CLB_NO_MEMORY, "out of memory for layer %d", number);
+    int32_t code = fill_experts(m, layer, number, tensors, error);
+    if (!code) return CLB_OK;
+    free(layer->experts); /* half a table is none */
+    layer->experts = NULL;
+    layer->expert_bytes = 0;
+    return code;
 }
 
 /* ---- loading the dense part ----------------------------------------------------------------- */

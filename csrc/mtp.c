@@ -98,11 +98,11 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
 static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
                      clb_error *error) {
     const clb_model *m = s->model;
+    if (step < 1 || step > s->context || s->mtp_length < 1 || s->mtp_seed.count < 1)
+        return clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
     int64_t number = m->config.layers, row = s->mtp_length - 1 + step;
     int32_t code = check_mtp(s, row, error);
     if (!code) code = clb_check_ids(s, &token, 1, error);
-    if (!code && (step < 1 || s->mtp_length < 1 || s->mtp_seed.count < 1))
-        code = clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
     if (code) return code;
     clb_rows rows = {.n = 1, .position = row, .cache_row = row,
                      .frozen = m->config.mtp_share_index};

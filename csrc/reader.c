@@ -7,10 +7,12 @@
 #include <unistd.h>
 
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
-#define CLB_URING 1
 #include <linux/io_uring.h>
+#ifdef IORING_FEAT_RW_CUR_POS /* came with IORING_OP_READ, in Linux 5.6 */
+#define CLB_URING 1
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#endif
 #endif
 
 enum {
@@ -52,7 +54,8 @@ struct clb_reader {
 static bool map_ring(ring *r, const struct io_uring_params *p) {
     size_t sq = p->sq_off.array + p->sq_entries * sizeof(unsigned);
     size_t cq = p->cq_off.cqes + p->cq_entries * sizeof(struct io_uring_cqe);
-    if (!(p->features & IORING_FEAT_SINGLE_MMAP)) return false;
+    const unsigned needed = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_RW_CUR_POS;
+    if ((p->features & needed) != needed) return false; /* Linux before 5.6: threads read */
     r->rings_bytes = sq > cq ? sq : cq;
     r->entries_bytes = p->sq_entries * sizeof(struct io_uring_sqe);
     r->rings = mmap(NULL, r->rings_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, r->fd,

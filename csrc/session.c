@@ -180,8 +180,8 @@ void clb_charge(clb_session *s, int32_t work, const clb_counters *before) {
 }
 
 const float *clb_session_hidden(const clb_session *s, int64_t position) {
-    int64_t row = position - s->window;
-    return row < 0 || row >= s->window_rows ? NULL : s->hidden + row * s->model->config.hidden;
+    if (position < s->window || position >= s->length) return NULL;
+    return s->hidden + (position - s->window) * s->model->config.hidden;
 }
 
 void clb_session_watch(clb_session *s, int32_t fd) { s->watch_fd = fd; }
@@ -193,7 +193,10 @@ int32_t clb_session_rewind(clb_session *s, int64_t length, clb_error *error) {
         return clb_fail(error, CLB_INVALID, "cannot rewind from %lld to %lld",
                         (long long)s->length, (long long)length);
     s->length = length;
-    if (s->mtp_length > length) s->mtp_length = length;
+    if (s->mtp_length > length) {
+        s->mtp_length = length;
+        s->mtp_seed.count = 0; /* drafting from a row that is gone would be wrong */
+    }
     if (s->window > length) s->window = length;
     return CLB_OK;
 }

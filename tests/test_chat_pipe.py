@@ -13,10 +13,13 @@ import pytest
 
 from colibri.answer import REASONING, TEXT, Splitter
 from colibri.engine import Engine
+from colibri.errors import StateError
 from colibri.knobs import Screen, Settings
 from colibri.lines import PipedLines
 from colibri.repl import Repl
 from colibri.resident import Resident
+from colibri.saved import Saved
+from colibri.session import Session
 from colibri.state import State
 from colibri.terminal import Terminal
 
@@ -166,6 +169,26 @@ def test_thinking_shown_and_hidden(monkeypatch, tmp_path):
 # ---- sessions -----------------------------------------------------------------------------------
 
 
+def test_ctrl_c_while_the_open_session_is_loaded(tmp_path, monkeypatch):
+    """The chat goes on with the session it had, and nobody else can open that."""
+    engine = Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
+    out, state = Watched(), State(tmp_path, print)
+    repl = Repl(engine, Terminal(out, out, Screen()), PipedLines(), state, Resident(engine, state))
+    repl.resume("trip", new=True)
+    assert repl.take(SNOW) and repl.take("/save trip")
+
+    def interrupted(place: Saved, session: Session) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Saved, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        repl.take("/load trip")
+    other = Saved(state, "trip", engine.container, engine.tokenizer.digest)
+    with pytest.raises(StateError, match="open in another colibri"):
+        other.open()
+    repl.close()
+
+
 def test_a_session_goes_on(talk, tmp_path):
     """Two chats of one session say what one chat says; the second announces what it takes up."""
     together = talk(STORY, SNOW, flags=("--session", "whole")).out
@@ -173,7 +196,7 @@ def test_a_session_goes_on(talk, tmp_path):
     second = talk(SNOW, flags=("--session", "parts"))
     assert first.out + second.out == together
     assert "session 'parts' is new" in first.err and "resumed 'parts', saved " in second.err
-    assert "none of them read again" in second.err.replace("\n", " ")
+    assert "1 of them to be read again" in second.err.replace("\n", " ")
 
 
 def test_save_and_load(talk):
@@ -344,7 +367,7 @@ def test_damaged_rows_are_read_again(talk, tmp_path):
     assert first + second.out == together
     said = second.err.replace("\n", " ")
     assert "is damaged" in said and re.search(r"(\d+) tokens, \1 of them to be read again", said)
-    assert "none of them" in talk(SNOW, flags=("--session", "hurt")).err.replace("\n", " ")
+    assert " 1 of them" in talk(SNOW, flags=("--session", "hurt")).err.replace("\n", " ")
 
 
 def test_a_context_that_is_too_small_now(talk):

@@ -123,6 +123,7 @@ def receipt(**changes) -> Receipt:
     values = {
         "model": "m", "isa": "scalar", "threads": 1, "io": "direct", "slots_per_layer": 8,
         "load_seconds": 0.0, "context": 4096, "prompt_tokens": 100, "reused_tokens": 0,
+        "prefill_tokens": 100,
         "prompt_seconds": 1.0, "answer_tokens": 10, "answer_seconds": 2.0,
         "first_token_seconds": 1.25, "prompt_counters": counters, "answer_counters": counters,
         "sampling": SamplingParams(), "recommended": frozenset(), "seed": 1, "max_tokens": None,

@@ -113,6 +113,10 @@ def test_rows_that_wait_are_not_the_price_of_a_draft():
     costs.record([("absorb", 64, 50.0), ("plain", 1, 1.0)])
     costs.record([("absorb", 64, 50.0), ("absorb", 2, 0.2), ("verify", 2, 1.5)])
     assert costs.absorb == pytest.approx(0.2)
+    assert costs.waiting == pytest.approx(50 / 64)
+    costs = MeasuredCosts()  # nine may be a long step's with a draft, or nine that waited
+    costs.record([("plain", 1, 1.0), ("absorb", 9, 0.9), ("verify", 2, 1.5)])
+    assert costs.absorb == costs.waiting == 0.0
 
 
 def test_one_wild_measurement_is_not_believed():

@@ -152,6 +152,8 @@ def test_state(tmp_path):
     found = examine(state=str(tmp_path / "file" / "below"))["state"]
     assert found.status == WARN and "COLIBRI_STATE" in found.remedy
     assert examine(state="off")["state"].status == WARN
+    found = examine(state="~nosuch/state")["state"]
+    assert found.status == WARN and "COLIBRI_STATE" in found.remedy
     assert examine(state=str(tmp_path / "new" / "place"))["state"].status == OK
 
 
@@ -166,7 +168,7 @@ def test_limits(monkeypatch, tmp_path):
     root = machine(tmp_path, proc__sys__kernel__io_uring_disabled="2\n")
     found = examine(root)["limits"]
     assert found.status == WARN
-    for part in ("ulimit -n 67", "ulimit -v unlimited", "sysctl kernel.io_uring_disabled=0"):
+    for part in ("ulimit -n 70", "ulimit -v unlimited", "sysctl kernel.io_uring_disabled=0"):
         assert part in found.remedy
 
 

@@ -323,6 +323,14 @@ def test_a_draft_needs_a_fresh_absorb(open_model):
         session.mtp_draft(5, 1, state)
     session.mtp_absorb(hidden[6:8], ids[7:9], state)
     session.mtp_draft(5, 1, state)
+    session.rewind(7)
+    with pytest.raises(CoreError, match="follows an absorb"):
+        session.mtp_draft(5, 1, state)
+    session.mtp_absorb(hidden[7:8], ids[8:9], state)
+    session.mtp_draft(5, 1, state)
+    for step in (0, CONTEXT + 1, 2**63 - 1):
+        with pytest.raises(CoreError, match="follows an absorb"):
+            session.mtp_draft(5, step, state)
     session.mtp_rewind(3)
     with pytest.raises(CoreError, match="follows an absorb"):
         session.mtp_draft(5, 1, state)

@@ -199,7 +199,7 @@ def test_editing_and_history(kept):
 
 
 def test_resume(kept, engine):
-    """A conversation survives kill -9: the next chat says what it takes up, reads nothing again
+    """A conversation survives kill -9: the next chat says what it takes up, reads one token again
     and answers as if nothing had happened."""
     arguments = (*CHAT, "--session", "trip")
     with Person(*arguments, **kept) as person:
@@ -209,8 +209,8 @@ def test_resume(kept, engine):
         person.end()
     with Person(*arguments, **kept) as person:
         screen = person.ready().replace("\n", " ")
-        assert re.search(r"resumed 'trip', saved \d{4}-.*: 1 question, \d+ tokens, none of them "
-                         "read again", screen)  # fmt: skip
+        assert re.search(r"resumed 'trip', saved \d{4}-.*: 1 question, \d+ tokens, 1 of them to "
+                         "be read again", screen)  # fmt: skip
         second = answer(person.say("Tell me a story about a bear."))
         person.type("/quit\r")
         assert person.end() == 0

@@ -178,6 +178,24 @@ def test_saved_traces_come_back(recorded, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.trace"]
 
 
+def test_damaged_traces(recorded, tmp_path):
+    """A flipped bit anywhere, or a missing end, is refused or changes nothing that is read."""
+    path = tmp_path / "a.trace"
+    recorded[9][0].save(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), max(1, len(whole) // 300)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            Trace.load(path)
+        except UsageError as why:
+            refused += "a.trace" in str(why)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"a\.trace"):
+        Trace.load(path)
+    assert refused > 200
+
+
 def test_other_files_are_no_traces(tmp_path):
     """A missing file, text, and a NumPy file of something else are refused by name."""
     (tmp_path / "text").write_text("hello")

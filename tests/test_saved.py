@@ -106,12 +106,13 @@ def test_resumed_is_never_stopped(state, settings):
             place.close()
             place = Saved(state, "talk", second.container, second.tokenizer.digest)
             place.open()
-            assert place.restore(second.slot.session) == first.slot.session.length
+            ready = first.slot.session.length - first.model.has_mtp  # a hidden state is gone
+            assert place.restore(second.slot.session) == ready
             turns = [e.answer(e.chat(messages), max_tokens=60) for e in (first, second)]
             texts = ["".join(piece.text for piece in turn) for turn in turns]
             assert turns[0].token_ids == turns[1].token_ids and texts[0] == texts[1]
             reused = [turn.receipt.reused_tokens for turn in turns]
-            assert reused[0] - first.model.has_mtp == reused[1] > 100  # one hidden state is gone
+            assert reused[0] - first.model.has_mtp == reused[1] > 100
         else:
             turn = first.answer(first.chat(messages), max_tokens=120)
             messages.append({"role": "assistant", "content": "".join(p.text for p in turn)})
@@ -182,7 +183,7 @@ def test_drafts_switched_off_and_on(state, session, demo_container):
     save(state, session, "with")
     place = Saved(state, "without", demo_container, DIGEST)
     place.open()
-    assert place.restore(Session(session.model, 256)) == 1
+    assert place.restore(Session(session.model, 256)) == 0
     place.close()
     assert caches(again(state, plain, "with")) == caches(plain)
 

@@ -82,6 +82,38 @@ def test_a_line_for_every_answer():
         process.stderr = None
 
 
+def missed(url: str) -> float:
+    """Experts that answers asked for and did not find in memory."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT) as answer:
+        found = re.search(r'colibri_experts_total{kind="missed"} (\S+)', answer.read().decode())
+    return float(found[1])
+
+
+def test_a_server_begins_with_the_experts_it_ended_with(tmp_path):
+    """What was in memory when it ended is there again, at once or while nobody asks."""
+    few, flags = (
+        ("--io", "buffered", "--ram", "300M", "--draft", "0"),
+        {"COLIBRI_STATE": str(tmp_path)},
+    )
+    counts, texts = [], []
+    for warm in ("--no-warm", "--warm"):
+        with served(*few, warm, **flags) as (process, url):
+            asked = chat(url, max_tokens=40, temperature=0)
+            with urllib.request.urlopen(asked, timeout=LIMIT) as answer:
+                texts.append(json.load(answer)["choices"][0]["message"]["content"])
+            counts.append(missed(url))
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=LIMIT)
+    assert texts[0] == texts[1] and counts[0] > 40 and counts[1] == 0
+    with served(*few, **flags) as (process, url):  # it reads until somebody asks
+        with urllib.request.urlopen(
+            chat(url, max_tokens=3, temperature=0), timeout=LIMIT
+        ) as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert "Traceback" not in process.communicate(timeout=LIMIT)[1]
+
+
 def test_beyond_loopback_needs_a_key(command):
     """Another address without a key is refused, with the knob that gives one."""
     for host in ("0.0.0.0", "::", "192.0.2.1", "example"):

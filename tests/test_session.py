@@ -106,6 +106,22 @@ def test_reuse_after_tokens_the_mtp_layer_never_saw(session, model):
     assert continued(session, ids) == fresh(model, ids)
 
 
+def test_hidden_states_that_are_gone(session, model):
+    """Of rows taken back, or run elsewhere, nothing is shown; before the first there are none."""
+    width = model.config.hidden_size
+    assert session.hidden.shape == (0, width)
+    session.step_all(PROMPT[:5], "none")
+    session.step_all(PROMPT[5 : 5 + ROWS], "none")
+    kept = session.hidden.copy()
+    session.rewind(5 + 2)
+    assert np.array_equal(session.hidden, kept[:2])
+    session.rewind(0)
+    assert session.hidden.shape == (0, width)
+    session.restore(PROMPT, 0)
+    with pytest.raises(CoreError, match="is not kept"):
+        session.hidden  # noqa: B018
+
+
 def test_rewind(session, model):
     """Rewinding and running again gives the same bytes; rewinding forward is refused."""
     session.prefill(PROMPT)

@@ -124,6 +124,13 @@ def test_damage_is_told_file_by_file(copy):
     assert f"{names[1]}: 1 bytes follow the last tensor" in text
 
 
+@pytest.mark.parametrize("table", ["null", "[]", '{"a": ["b"]}', '{"a": null}'])
+def test_an_index_that_is_no_table(copy, table):
+    """Whatever stands in the index is a fault and no traceback."""
+    (copy / "model.safetensors.index.json").write_text(f'{{"weight_map": {table}}}')
+    assert "no table of file names" in faults(copy)
+
+
 def test_files_that_do_not_belong_together(copy, tmp_path):
     """An index that disagrees with the files, a strange file and a missing config are
     faults."""

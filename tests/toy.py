@@ -164,8 +164,7 @@ class WalkedSampler(Sampler):
     def accept(self, probability: float, position: int) -> bool:
         return not self._split((position, Purpose.ACCEPT), [min(probability, 1.0)])
 
-    def pick(self, logits, position, ban=None) -> int:
-        assert ban is None
+    def pick(self, logits, position) -> int:
         return self.draw(self.distribution(logits), position)
 
 

@@ -24,7 +24,7 @@ from colibri.layout import Formats
 class Request:
     """What is asked for. `formats` None: the defaults for floats, codes as they are for containers.
 
-    `layout` is the target's: colibri or public. `mtp` False leaves the MTP layer out.
+    `layout` is the target's: colibri or public.
     """
 
     source: str

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from colibri.convert.manifest import SourceFile, sample_of
 from colibri.errors import ContainerError, UsageError
+from colibri.paths import unreadable
 
 AT_ONCE = 2  # shards of a hub on the disk: one being read, one on its way
 
@@ -70,7 +71,7 @@ def require_unchanged(directory: Path, files: Sequence[SourceFile], needed: set[
                 ) from None
             continue
         except OSError as why:
-            raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+            raise ContainerError(unreadable(path, why)) from why
         difference = file.difference(found)
         if difference:
             raise ContainerError(

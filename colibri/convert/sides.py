@@ -8,6 +8,7 @@ from pathlib import Path
 
 from colibri.convert.hub import Hub
 from colibri.errors import ContainerError
+from colibri.paths import unreadable
 from colibri.writer import write_file
 
 CONFIG = "config.json"
@@ -29,7 +30,7 @@ def read_directory(directory: Path) -> Sides:
         except FileNotFoundError:
             return None
         except OSError as why:
-            raise ContainerError(f"{directory / name}: cannot be read: {why.strerror}") from why
+            raise ContainerError(unreadable(directory / name, why)) from why
 
     return _collect(read)
 
@@ -64,7 +65,7 @@ def written(sides: Sides) -> Sides:
 
 
 def write(sides: Sides, target: Path) -> None:
-    """Write those that are not there yet."""
+    """Write those that are not there as they should be."""
     for name, data in written(sides).items():
         path = target / name
         if not path.exists() or path.read_bytes() != data:

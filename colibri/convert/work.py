@@ -13,6 +13,7 @@ import numpy as np
 from colibri.encoder import SOURCE_BYTES, Rows, encode_rows
 from colibri.errors import ContainerError
 from colibri.formats import Format, Kind
+from colibri.paths import unreadable
 from colibri.quantize import f32_from_bf16
 
 _CACHED = 1 << 20  # source bytes that are read and encoded at a time, while the cache holds them
@@ -42,7 +43,7 @@ class Reader:
                 try:
                     self._files[shard] = path, os.open(path, os.O_RDONLY)
                 except OSError as why:
-                    raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+                    raise ContainerError(unreadable(path, why)) from why
 
     def close(self, shard: int | None = None) -> None:
         """Close one shard, or all of them."""
@@ -68,7 +69,7 @@ class Reader:
             try:
                 done = os.preadv(handle, [left], offset)
             except OSError as why:
-                raise ContainerError(f"{path}: cannot be read: {why.strerror}") from why
+                raise ContainerError(unreadable(path, why)) from why
             if not done:
                 raise ContainerError(f"{path}: shorter than it was; fetch it again")
             offset, left = offset + done, left[done:]

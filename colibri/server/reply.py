@@ -19,7 +19,6 @@ from colibri.server.stops import StopFinder
 from colibri.server.tools import ARGUMENTS, BROKEN, CALLED, ENDED, SAID, Event, ToolParser
 from colibri.tokenizer import Tokenizer
 
-CONTENT = "content"
 TOOL_CALLS = "tool_calls"
 
 

@@ -34,7 +34,11 @@ class Outcome:
 
 @dataclass(eq=False)
 class Job:
-    """One request on its way. Both callbacks are called on the engine's thread."""
+    """One request on its way.
+
+    Callbacks come from the engine's thread, but `done` of a job that never ran from whoever cancels
+    or closes.
+    """
 
     prompt: Prompt
     sampling: SamplingParams
@@ -51,7 +55,7 @@ class Job:
 
 
 class Watcher(Protocol):
-    """Whoever looks on; called on the engine's thread."""
+    """Whoever looks on; called on the engine's thread, `ended` also by who cancels or closes."""
 
     def due(self) -> bool:
         """Whether `look` is wanted now, even if nothing runs."""
@@ -102,12 +106,19 @@ class FairQueue:
 class Scheduler:
     """Owns the engine. Other threads `submit` and `cancel`; all else happens on its own thread.
 
-    Every active turn gets one step a round: a chunk of its prompt, or one step of decoding.
+    Every active turn gets one step a round: a chunk of its prompt, or one step of decoding. `ready`
+    is called before turns begin.
     """
 
-    def __init__(self, engine: Engine, queue_limit: int, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        queue_limit: int,
+        watcher: Watcher,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine = engine
-        self._limit, self._watcher = queue_limit, watcher
+        self._limit, self._watcher, self._ready = queue_limit, watcher, ready
         self._conversations = Conversations(
             engine.new_slot, engine.conversations, first=[engine.slot]
         )
@@ -203,6 +214,8 @@ class Scheduler:
                 if self._closing and not self._active:
                     return
                 admitted = self._admit()
+            if admitted:
+                self._ready()
             for job in admitted:
                 self._begin(job)
             for job in list(self._active):

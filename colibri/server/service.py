@@ -25,17 +25,23 @@ DEMO_ID = "colibri-demo"
 class Service:
     """One engine and all that serves it. `id` is the model's name in the API.
 
-    `tell` is given a line for every answer, on the engine's thread; it must not fail.
+    `tell` is given a line for every answer, `ready` is called before there is work; both on the
+    engine's thread. They must not fail.
     """
 
-    def __init__(self, engine: Engine, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tell: Callable[[str], None] = lambda text: None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
         settings = engine.settings
         own = engine.container.directory.resolve().name if settings.model else DEMO_ID
         self.engine = engine
         self.id = settings.model_id or own
         self.metrics = Metrics()
         self.watch = Watch(engine, self.metrics, self.id, tell)
-        self.scheduler = Scheduler(engine, settings.queue, self.watch)
+        self.scheduler = Scheduler(engine, settings.queue, self.watch, ready)
         self._marks = tools.marks(engine.tokenizer)
         self.metrics.gauge("colibri_active", "Requests being answered.", self._active)
         self.metrics.gauge("colibri_waiting", "Requests in the queue.", self._waiting)
@@ -74,6 +80,8 @@ class Service:
             raise Refusal(f"{error}.", "messages") from None
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise Refusal(f"the chat template cannot take this: {error}", "messages") from None
+        if not ids:
+            raise Refusal("the chat template made nothing of these messages.", "messages")
         begun = self._force(asked, ids)
         self._check_room(ids)
         if not asked.tools:
