@@ -103,8 +103,9 @@ class Resident:
     def stop(self) -> None:
         """End the reading within one block."""
         self._stop.set()
-        if self._thread:
-            self._thread.join()
+        thread = self._thread  # a server's two threads may both come here
+        if thread:
+            thread.join()
             self._thread = None
 
     def _blocks(self, pairs: list[Pair]) -> Iterator[list[Pair]]:

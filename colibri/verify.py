@@ -105,7 +105,7 @@ def _check_index(verdict: Verdict, shards: list[Shard]) -> None:
         data = (directory / INDEX).read_bytes()
         weights = parse_object(data, str(directory / INDEX), ContainerError).get("weight_map", {})
         if not (isinstance(weights, dict) and all(isinstance(f, str) for f in weights.values())):
-            raise ContainerError("its weight_map is no table of file names")
+            raise ContainerError("its weight_map is no table of file names; fetch it again")
     except FileNotFoundError:
         return
     except (OSError, ContainerError) as why:
