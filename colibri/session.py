@@ -12,7 +12,7 @@ from colibri.model import WAITING, Model, check
 
 ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait for as long
 # Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
-# GLM-5.2 0.2 GiB of scratch, and a prompt takes a quarter of the time.
+# GLM-5.2 0.2 GiB of scratch, and a prompt reads its experts a quarter as often.
 STREAMED_ROWS = 512
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
