@@ -1,4 +1,4 @@
-"""Amounts as people read them: memory in GiB, files and bytes read in GB, counts with their noun.
+"""Amounts as people read them: memory in GiB, files in GB, times, counts with their noun.
 
 Memory is given out in powers of two, as --ram takes it; disks and files are sold and listed in
 powers of ten. The unit says which it is.
@@ -21,6 +21,23 @@ def data_size(nbytes: float) -> str:
 def plural(count: int, noun: str) -> str:
     """A count and a regular noun: "1 file", "2 files"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def duration(seconds: float) -> str:
+    """A length of time, to the second below an hour: "5 s", "2 min 07 s", "1 h 05 min"."""
+    minutes = int(seconds) // 60
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{int(seconds)} s"
+
+
+def roughly(seconds: float) -> str:
+    """An estimated time, as people say it: "40 ms", "90 s", "7 min", "2.5 h"."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _in_units(nbytes: float, units: tuple[tuple[str, int], ...]) -> str:

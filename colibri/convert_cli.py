@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from colibri import knobs
-from colibri.amounts import data_size, plural
+from colibri.amounts import data_size, duration, plural
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
@@ -263,7 +263,7 @@ class _Meter:
     def progress(self, at: Progress) -> None:
         """Of a conversion."""
         rate = f"{data_size(at.rate)}/s" if at.here else ""
-        left = "" if at.remaining is None else f", {_duration(at.remaining)} to go"
+        left = "" if at.remaining is None else f", {duration(at.remaining)} to go"
         self._show(at.done, at.total, f"{rate}{left}")
 
     def bytes(self, done: int, total: int) -> None:
@@ -357,10 +357,3 @@ def _read_text(path: Path) -> str:
 
 def _terminal() -> Terminal:
     return Terminal.of(settings_of({}).screen)
-
-
-def _duration(seconds: float) -> str:
-    minutes = int(seconds) // 60
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{int(seconds)} s"

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
-from colibri.amounts import data_size, gigabytes, plural
+from colibri.amounts import data_size, gigabytes, plural, roughly
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
 from colibri.memory import RESERVE, Budget
@@ -164,7 +164,7 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
     yield from _table(
         ("text", "tok/s", "first token", "limited by"),
         [
-            (f"{row['length']} tokens", _speed(row, ""), _span(row["first_token"]),
+            (f"{row['length']} tokens", _speed(row, ""), roughly(row["first_token"]),
              row["parts"]["limit"])
             for row in tree["lengths"]
         ],
@@ -218,12 +218,3 @@ def _drafted(row: dict[str, Any]) -> str:
 def _rate(machine: dict[str, Any], name: str) -> str:
     source = machine["sources"].get(name, "given")
     return f"{machine[name] / 1e9:.3g} GB/s ({source})"
-
-
-def _span(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

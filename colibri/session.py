@@ -1,13 +1,14 @@
 """One conversation in the core: its tokens, its caches, and the steps that extend them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from colibri._core import ffi, lib
-from colibri.errors import ContextFull, CoreError
+from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import WAITING, Model, check
 
 ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait for as long
@@ -158,16 +159,21 @@ class Session:
         prime: bool = True,
     ) -> np.ndarray:
         """Run a prompt, as `read` does; returns the last row's logits [vocab], a view."""
-        for done in self.read(ids, prime):
-            if progress:
-                progress(done, len(ids))
+        for _ in self.read(ids, prime, progress):
+            continue
         return self._logits[0]
 
-    def read(self, ids: Sequence[int], prime: bool = True) -> Iterator[int]:
+    def read(
+        self,
+        ids: Sequence[int],
+        prime: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[int]:
         """Run a prompt in chunks of max_rows, yielding after each the number of rows done.
 
         After the last one `logits[0]` are the last row's. With `prime`, every row whose next token
-        is known also enters the MTP cache, chunk by chunk.
+        is known also enters the MTP cache, chunk by chunk. `progress(done, len(ids))` is called
+        after each chunk, and as its layers pass with the rows that so much work stands for.
         """
         if len(ids) > self.context - self.length:
             raise ContextFull(
@@ -175,11 +181,42 @@ class Session:
             )
         for start in range(0, len(ids), self.max_rows):
             part = list(ids[start : start + self.max_rows])
-            last = start + len(part) == len(ids)
-            self.step_all(part, "last" if last else "none")
+            done, last = start + len(part), start + len(part) == len(ids)
+            with self._reporting(progress, start, len(part), len(ids)):
+                self.step_all(part, "last" if last else "none")
             if prime:
-                self.catch_up(None if last else ids[start + len(part)])
-            yield start + len(part)
+                self.catch_up(None if last else ids[done])
+            if progress:
+                progress(done, len(ids))
+            yield done
+
+    @contextmanager
+    def _reporting(
+        self, progress: Callable[[int, int], None] | None, start: int, rows: int, total: int
+    ) -> Iterator[None]:
+        """The core's step tells how far it is, as rows of a prompt; what that raises ends it."""
+        faults: list[BaseException] = []
+
+        def tell(share: float) -> None:
+            try:
+                if progress and not faults:
+                    progress(start + int(share * rows), total)
+            except BaseException as fault:  # the core cannot pass it on: raised again below
+                faults.append(fault)
+                self.cancel()
+
+        who = ffi.new_handle(tell)
+        lib.clb_session_report(self.handle, lib.colibri_report if progress else ffi.NULL, who)
+        try:
+            yield
+        except Cancelled:
+            if not faults:
+                raise
+        finally:
+            lib.clb_session_report(self.handle, ffi.NULL, ffi.NULL)
+        if faults:
+            self.cancel(False)
+            raise faults[0]
 
     # ---- MTP layer ------------------------------------------------------------------------------
 
@@ -290,6 +327,12 @@ class Session:
         """Positions a row attended to in a layer, ascending; None when all before it."""
         pointer = lib.clb_session_captured(self.handle, layer, row)
         return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
+
+
+@ffi.def_extern()
+def colibri_report(who: Any, done: float) -> None:
+    """The core tells how much of a step is done (csrc/colibri.h clb_report)."""
+    ffi.from_handle(who)(done)
 
 
 def rows_of(container: int, memory: int) -> int:

@@ -12,10 +12,12 @@ import textwrap
 import time
 from typing import TextIO
 
+from colibri.amounts import roughly
 from colibri.knobs import Screen
 from colibri.piece import REASONING, TEXT, Piece
 
 _REDRAW = 0.1  # seconds between two states of a progress line
+_PACE = 3.0  # seconds after which the time that work still takes is told
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
 
 
@@ -40,6 +42,7 @@ class Terminal:
         self._places = {TEXT: (out, "", ""), REASONING: self._reasoning_place()}
         self._drawn = False
         self._next = 0.0
+        self._work, self._since, self._from = "", 0.0, 0  # what is told, when and where it began
         self._kind: str | None = None
         self._open: TextIO | None = None
         self._last = "\n"
@@ -133,15 +136,28 @@ class Terminal:
         self.note(f"{_DIM}{text}{_PLAIN}" if dim else text)
 
     def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None:
-        """Draw "what done/total unit" on stderr where a person watches; total None: not known."""
+        """Draw "what done/total unit" on stderr where a person watches; total None: not known.
+
+        Without a unit, work that takes long is told with the time that is left of it.
+        """
         now = time.monotonic()
+        if what != self._work:
+            self._work, self._since, self._from = what, now, done
         if not self._draws or now < self._next:
             return
         self._next = now + _REDRAW
         line = f"{what} {done}{'' if total is None else f'/{total}'} {unit}".rstrip()
+        if total is not None and not unit:
+            line += self._left(now, done, total)
         self.err.write(_CLEAR + line[: self.width - 1])
         self.err.flush()
         self._drawn = True
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        spent, passed = now - self._since, done - self._from
+        if spent < _PACE or passed < 1:
+            return ""
+        return f", about {roughly(max(1.0, spent * (total - done) / passed))} left"
 
     def clear(self) -> None:
         """Remove the progress line."""
@@ -150,6 +166,7 @@ class Terminal:
             self.err.flush()
         self._drawn = False
         self._next = 0.0
+        self._work = ""
 
 
 def close_stdout() -> None:

@@ -137,10 +137,10 @@ class Turn:
         yield Step([], self._show(splitter.finish()))
 
     def _prefill(self, ids: list[int]) -> Iterator[int]:
-        for done in self.session.read(ids):
+        tell = self._progress
+        progress = tell and (lambda done, total: tell("reading the prompt", done, total))
+        for done in self.session.read(ids, progress=progress):
             self._read = done
-            if self._progress:
-                self._progress("reading the prompt", done, len(ids))
             yield done
         self._clock.prefilled = perf_counter()
 

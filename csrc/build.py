@@ -20,6 +20,7 @@ def declarations() -> str:
 
 ffi = FFI()
 ffi.cdef(declarations())
+ffi.cdef('extern "Python" void colibri_report(void *, double);')  # colibri/session.py
 ffi.set_source(
     "colibri._core",
     '#include "colibri.h"',

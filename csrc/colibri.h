@@ -122,9 +122,13 @@ int32_t clb_session_rewind(clb_session *session, int64_t length, clb_error *erro
 int32_t clb_session_restore(clb_session *session, int64_t length, int64_t mtp_length,
                             clb_error *error);
 /* Cancelling: a flag any thread may set, or a file descriptor that becomes readable (-1: none);
-   both are polled between layers. */
+   both are polled between layers, and before a layer waits for experts. */
 void clb_session_cancel(clb_session *session, int32_t on);
 void clb_session_watch(clb_session *session, int32_t fd);
+/* From then on every step tells `who`, on its own thread, how much of it is done, above 0 and below
+   1: after each layer, and within one whose experts are read. NULL: nobody is told. */
+typedef void clb_report(void *who, double done);
+void clb_session_report(clb_session *session, clb_report *report, void *who);
 const clb_counters *clb_session_counters(const clb_session *session);
 /* The same by what was asked for: a pass of one row, of several rows, an absorb, a draft. */
 enum { CLB_PLAIN, CLB_VERIFY, CLB_ABSORB, CLB_DRAFT, CLB_WORKS };

@@ -106,6 +106,8 @@ struct clb_session {
     float *angles;       /* [max_rows][rope / 2][2] */
     atomic_int cancelled;
     int32_t watch_fd;
+    clb_report *report; /* or NULL */
+    void *who;
     clb_counters counters, work[CLB_WORKS]; /* all of it; by what was asked for */
     /* scratch of one step */
     float *x, *normed, *branch;        /* [max_rows][hidden] */
@@ -205,6 +207,8 @@ void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n);
 /* From clb_attention_input on: x += attention; x += mlp(norm(x)). */
 int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error);
 bool clb_cancelled(clb_session *s);
+/* So much of main layer `number` is done. */
+void clb_tell(const clb_session *s, int64_t number, double share);
 int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error);
 void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride);
 void clb_add_rows(clb_session *s, const float *branch, int64_t n);

@@ -17,7 +17,7 @@ typedef struct batch { /* runs [first, last) of the layer: what the pair buffers
 typedef struct moe_job {
     clb_session *s;
     const clb_layer *layer;
-    int64_t rows;
+    int64_t rows, number;
     clb_lease *leases;     /* [runs of the layer] */
     clb_run *runs;
     int64_t run_count, base; /* base: first pair of the batch */
@@ -171,6 +171,8 @@ static int32_t run_batch(moe_job *job, clb_error *error) {
         if (job->active_count) compute_active(job);
         done += job->active_count;
         if (done == n) break;
+        if (clb_cancelled(s)) return clb_fail(error, CLB_CANCELLED, "cancelled");
+        clb_tell(s, job->number, (double)(job->batch.first + done) / (double)job->run_count);
         int32_t code = clb_residency_wait(s->model, job->leases + job->batch.first, n,
                                           job->ready_left == 0, &s->counters, error);
         if (code) return code;
@@ -250,8 +252,8 @@ static int32_t run_batches(moe_job *job, int64_t number, clb_error *error) {
 int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error) {
     const clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
-    moe_job job = {.s = s, .layer = layer, .rows = n, .leases = s->leases, .runs = s->runs,
-                   .active = s->active_runs, .active_pairs = s->active_pairs};
+    moe_job job = {.s = s, .layer = layer, .rows = n, .number = number, .leases = s->leases,
+                   .runs = s->runs, .active = s->active_runs, .active_pairs = s->active_pairs};
     make_runs(&job, number, n);
     memset(s->branch, 0, (size_t)(n * hidden) * sizeof *s->branch);
     clb_input_form(m, &s->in_mlp, layer->experts[0].gate.format);

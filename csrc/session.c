@@ -186,6 +186,11 @@ const float *clb_session_hidden(const clb_session *s, int64_t position) {
 
 void clb_session_watch(clb_session *s, int32_t fd) { s->watch_fd = fd; }
 
+void clb_session_report(clb_session *s, clb_report *report, void *who) {
+    s->report = report;
+    s->who = who;
+}
+
 void clb_session_cancel(clb_session *s, int32_t on) { atomic_store(&s->cancelled, on); }
 
 int32_t clb_session_rewind(clb_session *s, int64_t length, clb_error *error) {

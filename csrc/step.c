@@ -10,6 +10,11 @@ bool clb_cancelled(clb_session *s) {
     return poll(&fd, 1, 0) > 0;
 }
 
+void clb_tell(const clb_session *s, int64_t number, double share) {
+    double done = ((double)number + share) / (double)s->model->config.layers;
+    if (s->report && done < 1.0) s->report(s->who, done);
+}
+
 /* ---- rows ----------------------------------------------------------------------------------- */
 
 typedef struct norm_job {
@@ -154,6 +159,7 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
         code = clb_layer_finish(s, i, &rows, error);
         if (code) return code;
         clb_pilot_hint(s, i + 1, n);
+        clb_tell(s, i, 1.0);
     }
     float *out = hidden_room(s, n);
     clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, out, hidden);

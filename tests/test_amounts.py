@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colibri.amounts import data_size, gigabytes, plural
+from colibri.amounts import data_size, duration, gigabytes, plural
 
 GIB = 1 << 30
 
@@ -46,3 +46,9 @@ def test_data_is_told_in_powers_of_ten(text, nbytes):
 def test_nouns_agree():
     """One thing has no plural, none has."""
     assert [plural(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+
+
+def test_durations():
+    """Times are shown in the units that fit."""
+    shown = [duration(s) for s in (0.4, 59, 60, 3599, 3600, 90061)]
+    assert shown == ["0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 01 min"]

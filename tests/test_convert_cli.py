@@ -182,9 +182,3 @@ def test_no_such_source(command, tmp_path, source, message, more):
     done = command(*more, source, str(tmp_path / "out"))
     assert done.status != Exit.OK and message in done.err and done.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_durations():
-    """Times to go are shown in the unit that fits."""
-    shown = [convert_cli._duration(s) for s in (0.4, 59, 60, 3599, 3600, 90061)]
-    assert shown == ["0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 01 min"]

@@ -165,6 +165,53 @@ def test_cancel_in_prefill_keeps_whole_chunks(session, model):
     assert continued(session, PROMPT) == fresh(model, PROMPT)
 
 
+def test_cancel_inside_a_layer(demo_container, demo_model):
+    """A layer that waits for experts is left at once; nothing is committed, and all goes on."""
+    model = Model.open(demo_container)
+    model.set_residency("direct", 1)
+    session, told = Session(model, CONTEXT, CONTEXT), []
+
+    def stop(done: int, total: int) -> None:
+        told.append(done)
+        if len(told) == 2:
+            session.cancel()
+
+    with pytest.raises(Cancelled):
+        session.prefill(PROMPT, stop)
+    dense, sparse = (len(PROMPT) * layers // model.config.num_hidden_layers for layers in (1, 2))
+    assert told[0] == dense and len(told) == 2 and dense <= told[1] < sparse
+    assert session.tokens == []
+    session.cancel(False)
+    assert continued(session, PROMPT) == fresh(demo_model, PROMPT)
+
+
+def test_progress_of_a_prompt(session):
+    """Rows are told as layers pass, never fewer than before, and each chunk's end exactly."""
+    told: list[int] = []
+    session.prefill(PROMPT, lambda done, total: told.append(done))
+    assert told == sorted(told) and len(told) > 5 * len(PROMPT) // ROWS
+    assert set(range(ROWS, len(PROMPT) + 1, ROWS)) <= set(told)
+    session.prefill([7])
+    assert told[-1] == len(PROMPT)
+
+
+@pytest.mark.parametrize("calls", [2, 6])
+def test_what_progress_raises_ends_the_prompt(session, model, calls):
+    """An exception inside a step, or after a chunk, reaches the caller; whole chunks are kept."""
+    told: list[int] = []
+
+    def fail(done: int, total: int) -> None:
+        told.append(done)
+        if len(told) == calls:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(PROMPT, fail)
+    assert len(told) == calls
+    assert session.tokens == PROMPT[: told[-1] // ROWS * ROWS]
+    assert continued(session, PROMPT) == fresh(model, PROMPT)
+
+
 def test_watched_descriptor(session, model, pipe):
     """A readable descriptor cancels like the flag; an unreadable one, or none, does not."""
     reads, writes = pipe

@@ -81,6 +81,25 @@ def test_progress():
         assert terminal.err.getvalue() == ""
 
 
+def test_time_left(monkeypatch):
+    """Work that takes long is told with what is left of it; other work begins anew."""
+    now = iter([0.0, 1.0, 4.0, 64.0, 65.0, 69.0])
+    monkeypatch.setattr("colibri.terminal.time.monotonic", lambda: next(now))
+    terminal = Terminal(io.StringIO(), Person(), Screen(columns=80))
+    for done in (10, 11, 20, 170):
+        terminal.progress("reading the prompt", done, 1000)
+    terminal.progress("loading layer", 1, 9)
+    terminal.progress("converting", 2, 9, "MB")
+    assert terminal.err.getvalue().split("\r\x1b[K")[1:] == [
+        "reading the prompt 10/1000",
+        "reading the prompt 11/1000",
+        "reading the prompt 20/1000, about 7 min left",
+        "reading the prompt 170/1000, about 6 min left",
+        "loading layer 1/9",
+        "converting 2/9 MB",
+    ]
+
+
 def test_quiet_notes():
     """Notes are for stderr, unless quiet."""
     loud, quiet = (Terminal(io.StringIO(), io.StringIO(), Screen(), q) for q in (False, True))
