@@ -99,6 +99,9 @@ class Request:
             raise UsageError(f"there is no section {min(unknown)!r}; sections are {names}")
         if self.repeat < 1 or self.tokens < 2 or self.prompt < 1 or not self.threads:
             raise UsageError("repeat, prompt and threads are at least 1, and tokens at least 2")
+        here = available_isas()
+        if self.isa not in (None, *here):
+            raise UsageError(f"this processor has no {self.isa}; it runs {', '.join(here)}")
 
 
 class Bench:

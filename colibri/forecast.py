@@ -18,14 +18,13 @@ from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE
-from colibri.model import PILOT_SLOTS, WAITING
+from colibri.model import PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
 from colibri.session import rows_of
 from colibri.shapes import Shape, Work, of_container
 
 ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
-_ROW_BLOCK, _PAIR_BLOCK = 32, 64  # csrc/core.h
 DISK, MEMORY, PRODUCTS, STEPS = "disk", "memory bandwidth", "arithmetic", "small steps"
 
 
@@ -274,13 +273,13 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     """Bytes of one session: the caches, and the larger parts of the scratch of csrc/session.c."""
     config = shape.config
     hidden, heads, n = config.hidden_size, config.num_attention_heads, min(rows, context)
-    pairs = max(n, _PAIR_BLOCK)
+    pairs = max(n, PAIR_BLOCK)
     shared = config.moe_intermediate_size * config.n_shared_experts
     wide = max(pairs * config.moe_intermediate_size, n * max(config.intermediate_size, shared))
     inner = max(config.intermediate_size, shared)
     floats = n * (config.q_lora_rank + heads * (config.qk_head_dim + config.v_head_dim))
-    floats += _ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
-    floats += n * config.index_n_heads * (config.index_head_dim + 1) + _ROW_BLOCK * context
+    floats += ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
+    floats += n * config.index_n_heads * (config.index_head_dim + 1) + ROW_BLOCK * context
     floats += n * config.index_topk + 10 * threads * context  # 8-byte order, scores of 8 heads
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
     floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden

@@ -25,6 +25,8 @@ _PILOT = {
     "fed": lib.CLB_PILOT_FED,
 }
 WAITING: int = lib.CLB_WAITING  # beside a step's: rows that the MTP cache may lack
+ROW_BLOCK: int = lib.CLB_ROW_BLOCK  # what bounds a session's scratch
+PAIR_BLOCK: int = lib.CLB_PAIR_BLOCK
 PILOT_SLOTS: int = lib.CLB_PILOT_SLOTS  # slots of the main layers that a pilot adds
 _ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}
 

@@ -15,8 +15,6 @@
 enum {
     CLB_MAX_LAYERS = 512,
     CLB_MAX_EXPERTS = 4096,
-    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once: bounds its scratch */
-    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once when few rows run */
 };
 
 /* ---- model -------------------------------------------------------------------------------- */

@@ -309,10 +309,13 @@ def test_greedy_follows_the_model(demo_container):
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [({"sections": ("speed",)}, "speed"), ({"repeat": 0}, "repeat"), ({"tokens": 1}, "tokens")],
-)
+    [
+        ({"sections": ("speed",)}, "speed"), ({"repeat": 0}, "repeat"), ({"tokens": 1}, "tokens"),
+        ({"isa": "sse9"}, "this processor has no sse9; it runs scalar"),
+    ],
+)  # fmt: skip
 def test_requests_are_checked(change, fault):
-    """An unknown section, no rounds, a single token are refused."""
+    """An unknown section, no rounds, a single token, others' kernels are refused."""
     with pytest.raises(UsageError, match=fault):
         Request(**change)
 
