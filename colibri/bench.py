@@ -119,7 +119,9 @@ class Bench:
         self._figures: dict[str, Figure] = {}
         self._notes: dict[str, None] = {}
         self._record = record_bytes(container)
-        disk = Disk(container, self._record, request.seed) if self._record else None
+        disk = None
+        if self._record:
+            disk = Disk.of_container(container, self._record, request.seed)
         self._limits = Limits(request.isa or available_isas()[-1], disk, request.quick)
         draw = random.Random(request.seed)
         vocab = container.config.vocab_size

@@ -97,6 +97,7 @@ _COUNT = click.IntRange(min=1)
     metavar="GiB,GiB",
     help="Stream within so much memory. [default: what is free, cgroup included]",
 )
+@click.option("--mirror", metavar="DIRS", help="Copies on other drives, as for colibri run.")
 @click.option(
     "--pilot",
     type=Items(click.Choice(PILOT_WORDS)),
@@ -130,7 +131,13 @@ _COUNT = click.IntRange(min=1)
     metavar="FILE",
     help="Keep every measurement.",
 )
-def bench_command(model: str | None, trace: Path | None, json_file: Path | None, **options: Any):
+def bench_command(
+    model: str | None,
+    mirror: str | None,
+    trace: Path | None,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
     """Measure this machine, and the engine against it.
 
     Memory, integer products and the disk first; then tokens a second with the model in memory and
@@ -141,8 +148,10 @@ def bench_command(model: str | None, trace: Path | None, json_file: Path | None,
     from colibri.bench_report import render
     from colibri.container import Container
     from colibri.engine import model_directory
+    from colibri.mirror import directories
 
-    container = Container.open(model_directory(Settings.resolve({"model": model})))
+    settings = Settings.resolve({"model": model, "mirror": mirror})
+    container = Container.open(model_directory(settings), directories(settings.mirror))
     request = replace(request_of(options), trace=trace is not None)
     if trace and "stream" not in request.sections:
         raise UsageError("--trace keeps streamed tokens; add stream to --only")

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from colibri.errors import ContainerError
 from colibri.experts import expert_table, matrix_ref
 from colibri.formats import FLOATS, Format, Kind, MatrixRef
 from colibri.inventory import EMBED, HEAD, PROJECTIONS, Entry
+from colibri.mirror import Mirror, open_mirror
 from colibri.quantize import decode
 from colibri.resolve import Resolver, is_own
 
@@ -32,14 +34,33 @@ class Container(Contents):
         self._experts = {
             layer: expert_table(resolver, config, layer) for layer in self.sparse_layers
         }
+        self.mirrors: tuple[Mirror, ...] = ()
         self.note_unused(set(self._matrices), (".qs", ".scales"))
         self._note_rounded()
 
     @classmethod
-    def open(cls, directory: Path | str) -> "Container":
-        """Open a model directory. ConfigError or ContainerError names file, fault and next step."""
+    def open(cls, directory: Path | str, mirrors: Sequence[Path] = ()) -> "Container":
+        """Open a model directory, and directories with copies of its expert files on other drives.
+
+        ConfigError or ContainerError names file, fault and next step.
+        """
         config = ModelConfig.load(directory)
-        return cls(config, open_checkpoint(directory))
+        container = cls(config, open_checkpoint(directory))
+        wanted = container.expert_shards
+        container.mirrors = tuple(open_mirror(path, container.shards, wanted) for path in mirrors)
+        container.notes += [
+            f"{mirror.directory} is on the same drive as the model; a mirror there gains nothing"
+            for mirror in container.mirrors
+            if mirror.same_drive(container.shards)
+        ]
+        return container
+
+    @property
+    def expert_shards(self) -> list[int]:
+        """Numbers of the shards that hold routed experts."""
+        tables = self._experts.values()
+        places = (table[name] for table in tables for name in ("shard", "scale_shard"))
+        return sorted({int(number) for place in places for number in np.unique(place)})
 
     @property
     def is_own_layout(self) -> bool:

@@ -119,21 +119,24 @@ def repack(
 @click.command("verify", cls=Command, short_help="Say whether a model directory is whole.")
 @click.argument("directory", type=_PATH)
 @click.option("--deep", is_flag=True, help="Read every byte and compare the checksums.")
+@click.option("--mirror", metavar="DIRS", help="Look at these copies as well, as for colibri run.")
 @click.option("--threads", type=_THREADS, metavar="N", help="[default: physical cores]")
-def verify(directory: Path, deep: bool, threads: int | None) -> int:
+def verify(directory: Path, deep: bool, mirror: str | None, threads: int | None) -> int:
     """Say whether a model directory is whole, and if not, which file to get again.
 
     Headers, sizes, gaps in the numbering and counts against config.json take a second; --deep
     reads everything. Exit status 1 when something is wrong.
     """
     from colibri.memory import physical_cores
+    from colibri.mirror import directories
     from colibri.verify import verify as check
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory")
     terminal = _terminal()
     meter = _Meter(terminal, "reading")
-    verdict = check(directory, deep, threads or physical_cores(), meter.bytes)
+    mirrors = directories(mirror)
+    verdict = check(directory, deep, threads or physical_cores(), meter.bytes, mirrors)
     terminal.clear()
     for sentence in verdict.facts:
         terminal.write(f"{sentence}\n")

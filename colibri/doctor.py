@@ -122,14 +122,18 @@ class Doctor:
         """The directory is a whole container with a tokenizer."""
         from colibri.container import Container
         from colibri.engine import model_directory
+        from colibri.mirror import directories
         from colibri.tokenizer import Tokenizer
 
         self.directory = model_directory(self.settings)
-        self.container = container = Container.open(self.directory)
+        mirrors = directories(self.settings.mirror)
+        self.container = container = Container.open(self.directory, mirrors)
         Tokenizer.load(self.directory)
         nbytes = container.bytes
         files = plural(len(container.shards), "file")
         text = f"{self.directory}: whole, {files}, {data_size(nbytes)}"
+        for mirror in container.mirrors:
+            text += f", {len(mirror.files)} of them in {mirror.directory} too"
         if container.notes:
             return Finding("model", WARN, f"{text}; {container.notes[0]}", "colibri info says more")
         return Finding("model", OK, text)
@@ -219,8 +223,13 @@ class Doctor:
             return Finding("limits", WARN, found, "; ".join(remedy for _, remedy in problems))
         return Finding("limits", OK, "open files, address space and io_uring are as needed")
 
+    def _open_files(self) -> int:
+        if self.container is None:
+            return 1
+        return len(self.container.shards) + sum(len(m.files) for m in self.container.mirrors)
+
     def _limits(self) -> Iterator[tuple[str, str]]:
-        shards = len(self.container.shards) if self.container else 1
+        shards = self._open_files()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = 2 * shards + _SPARE_FILES  # each is open through the page cache and past it
         if files != resource.RLIM_INFINITY and files < wanted:

@@ -22,6 +22,7 @@ from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ContextFull, UsageError
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, budget, physical_cores
+from colibri.mirror import directories
 from colibri.model import PILOT_SLOTS, Model
 from colibri.paths import expanded
 from colibri.plan import Demand, Plan, make_plan
@@ -98,7 +99,7 @@ class Engine:
         `conversations`: the slots that memory is set aside for; None: a few, as memory allows.
         """
         begun = perf_counter()
-        container = Container.open(model_directory(settings))
+        container = Container.open(model_directory(settings), directories(settings.mirror))
         mtp = settings.mtp and container.has_mtp and settings.draft != 0
         memory = budget(settings.ram)
         size = context.choose(container, mtp, settings.context, memory)

@@ -204,6 +204,10 @@ KNOBS = (
          "last used within --ram; auto takes what fits, by the way that is fastest on this disk, "
          "measured once. The text does not depend on it.",
          "auto", MACHINE, default="auto"),
+    Knob("mirror", "--mirror", Text(metavar="DIRS"),
+         "Directories, with : between them, that hold copies of expert files on other drives: the "
+         "drives share the reads, except with --io mmap. The text does not depend on it.",
+         "none", MACHINE),
     Knob("warm", "--warm", Switch(),
          "Begin with the experts that were in memory when this model last ended, where --io keeps "
          "experts within --ram.",
@@ -311,6 +315,7 @@ class Settings:
     context: int | None = None
     ram: int | None = None
     io: str = "auto"
+    mirror: str | None = None
     warm: bool | None = None
     threads: int | None = None
     isa: str | None = None

@@ -49,7 +49,7 @@ class Limits:
         stubborn = self._disk.stubborn_bytes()
         if stubborn > 16 << 20:
             self.notes.append(
-                f"{data_size(stubborn)} of {self._disk.path.name} cannot be dropped from the "
+                f"{data_size(stubborn)} of {self._disk.paths[0].name} cannot be dropped from the "
                 "page cache (another process has them mapped?): buffered figures are too high"
             )
         ways = self._disk.ways(self._quick)

@@ -5,9 +5,12 @@ import platform
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,33 +115,41 @@ def record_bytes(container: Container) -> int:
 
 
 class Disk:
-    """Reads of randomly chosen expert records of one container, none of them cached.
+    """Reads of randomly chosen records of `size` bytes that begin at `places` in a file, none of
+    them cached; `seed` makes the choice repeatable.
 
-    Records of layers in other forms than colibri's own stand for stretches of the largest shard
-    that are as long. `seed` makes the choice repeatable.
+    Of several `paths` the further ones are copies on other drives, read at the same time.
     """
 
-    def __init__(self, container: Container, record_bytes: int, seed: int = 0) -> None:
-        size = -(-record_bytes // _PAGE) * _PAGE
-        self._begin(*_records(container, size), size, seed)
-
-    def _begin(self, path: Path, places: list[int], size: int, seed: int) -> None:
-        self.path, self._places, self.record_bytes = path, places, size
+    def __init__(
+        self, paths: Sequence[Path], places: Sequence[int], size: int, seed: int = 0
+    ) -> None:
+        self.paths, self._places, self.record_bytes = paths, places, size
         self._random = random.Random(seed)
         self._uring = True
 
     @classmethod
+    def of_container(
+        cls, container: Container, record_bytes: int, seed: int = 0, mirrored: bool = True
+    ) -> "Disk":
+        """Of expert records; of layers in other forms than colibri's own, stretches of a shard
+        that are as long. With `mirrored` all drives that have a copy are read, as by the engine."""
+        size = -(-record_bytes // _PAGE) * _PAGE
+        shard, places = _records(container, size)
+        mirrors = container.mirrors if mirrored else ()
+        copies = [mirror.files[shard] for mirror in mirrors if shard in mirror.files]
+        return cls([container.shards[shard].path, *copies], places, size, seed)
+
+    @classmethod
     def of_file(cls, path: Path, record_bytes: int) -> "Disk":
         """Stretches of any file, as if they were records; record_bytes is a multiple of 4096."""
-        disk = cls.__new__(cls)
         last = path.stat().st_size - record_bytes
-        disk._begin(path, list(range(0, last + 1, record_bytes)), record_bytes, 0)
-        return disk
+        return cls([path], range(0, last + 1, record_bytes), record_bytes)
 
     def stubborn_bytes(self) -> int:
-        """Bytes of the file that stay in the page cache: a process has them mapped."""
-        evict([self.path])
-        return cached_bytes([self.path])
+        """Bytes of the files that stay in the page cache: a process has them mapped."""
+        evict(self.paths)
+        return cached_bytes(self.paths)
 
     def ways(self, quick: bool = False) -> list[DiskWay]:
         """Ways worth trying at this record size."""
@@ -158,15 +169,20 @@ class Disk:
         return self._random.sample(self._places, count)
 
     def measure(self, way: DiskWay, size: int = DISK_BYTES) -> float | None:
-        """Bytes a second over about `size` bytes of records; None when direct reads are refused."""
-        found = self.places(size)
-        places, count = ffi.new("int64_t[]", found), len(found)
-        path = ffi.new("char[]", os.fsencode(self.path))
+        """Bytes a second over about `size` bytes of records, of all drives together; None when
+        direct reads are refused."""
+        chosen = [self.places(size) for _ in self.paths]
+        evict(self.paths)
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            rates = list(pool.map(partial(self._measure, way), self.paths, chosen))
+        return None if None in rates else sum(filter(None, rates))
+
+    def _measure(self, way: DiskWay, path: Path, chosen: list[int]) -> float | None:
+        places, name = ffi.new("int64_t[]", chosen), ffi.new("char[]", os.fsencode(path))
         plan = ffi.new("clb_disk_plan *")
-        plan.path, plan.offsets, plan.records = path, places, count
+        plan.path, plan.offsets, plan.records = name, places, len(chosen)
         plan.record_bytes, plan.piece, plan.depth = self.record_bytes, way.piece, way.depth
         plan.direct = way.direct
-        evict([self.path])
         return self._run(plan, way)
 
     def _run(self, plan: Any, way: DiskWay) -> float | None:
@@ -185,8 +201,9 @@ class Disk:
         return float(rate[0])
 
 
-def _records(container: Container, size: int) -> tuple[Path, list[int]]:
-    """The shard with the most records and where they begin, in bytes."""
+def _records(container: Container, size: int) -> tuple[int, list[int]]:
+    """The shard with the most copies and then records, and where those begin, in bytes."""
+    mirrored = Counter(number for mirror in container.mirrors for number in mirror.files)
     found: dict[int, list[int]] = {}
     for layer, sparse in enumerate(container.sparse[: container.config.num_hidden_layers]):
         tensor = container.tensors.get(records_name(layer)) if sparse else None
@@ -194,13 +211,15 @@ def _records(container: Container, size: int) -> tuple[Path, list[int]]:
             places = range(tensor.offset, tensor.offset + tensor.nbytes, size)
             found.setdefault(tensor.shard, []).extend(places)
     if found:
-        shard = max(found, key=lambda number: len(found[number]))
-        return container.shards[shard].path, found[shard]
-    largest = max(container.shards, key=lambda shard: shard.size)
-    places = list(range(0, largest.size - size, size))
+        shard = max(found, key=lambda number: (mirrored[number], len(found[number])))
+        return shard, found[shard]
+    sizes = [shard.size for shard in container.shards]
+    shard = max(range(len(sizes)), key=lambda number: (mirrored[number], sizes[number]))
+    places = list(range(0, sizes[shard] - size, size))
     if not places:
-        raise UsageError(f"{largest.path}: is smaller than one expert; nothing to read")
-    return largest.path, places
+        path = container.shards[shard].path
+        raise UsageError(f"{path}: is smaller than one expert; nothing to read")
+    return shard, places
 
 
 def cached_bytes(paths: list[Path]) -> int:

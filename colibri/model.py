@@ -81,6 +81,10 @@ class Model:
             path = os.fsencode(shard.path)
             code = lib.clb_model_add_shard(model.handle, path, shard.size, error)
             check(code, error)
+        for drive, mirror in enumerate(container.mirrors, 1):
+            for number, path in mirror.files.items():
+                name = os.fsencode(path)
+                check(lib.clb_model_add_copy(model.handle, number, drive, name, error), error)
         model._describe(error)
         model._load(error, progress)
         model.set_residency("mmap", 0)

@@ -79,6 +79,7 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
     from colibri.engine import model_directory
     from colibri.forecast import Forecaster
     from colibri.memory import budget
+    from colibri.mirror import directories
     from colibri.plan_report import report
     from colibri.shapes import of_container
     from colibri.trace import Trace
@@ -88,7 +89,7 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
     if options["shape"]:
         shape = _published(options, mtp)
     else:
-        container = Container.open(model_directory(settings))
+        container = Container.open(model_directory(settings), directories(settings.mirror))
         shape = of_container(container, mtp)
         if container.directory == demo.MODEL:
             shape = replace(shape, name="the demo model")

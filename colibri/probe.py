@@ -182,7 +182,7 @@ class DiskSpeed(NamedTuple):
 
 def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> DiskSpeed:
     """How fast expert records of a container are read, by the best of a few ways."""
-    return _measure(Disk(container, record_bytes), size)
+    return _measure(Disk.of_container(container, record_bytes), size)
 
 
 def disk_at(directory: Path) -> DiskSpeed:

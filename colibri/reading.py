@@ -27,6 +27,8 @@ def choose(container: Container, state: State, measure: "Measure | None" = None)
         path = _place(container, state)
         if path is not None:
             state.keep("how this disk is best read", lambda: _write(path, rates))
+    if container.mirrors:
+        rates = {mode: rate for mode, rate in rates.items() if mode != "mmap"}  # reads one drive
     best = max(rates, key=lambda mode: rates[mode], default="direct")
     close = rates.get("direct", 0.0) * _CLEARLY >= rates.get(best, 0.0)
     return "direct" if close and rates.get("direct", 1.0) else best
@@ -37,7 +39,7 @@ Measure = Callable[[Container], dict[str, float]]
 
 def measured(container: Container) -> dict[str, float]:
     """Bytes a second by mode, cold, of two looks; a mode that this disk refuses is left out."""
-    disk = Disk(container, record_bytes(container), os.getpid())
+    disk = Disk.of_container(container, record_bytes(container), os.getpid(), mirrored=False)
     return settled([_look(disk) for _ in range(2)])
 
 
@@ -59,7 +61,7 @@ def _look(disk: Disk) -> dict[str, float]:
             continue
         if rate:
             rates[mode] = rate
-    rate = mapped_rate(disk.path, disk.places(_SIZE), disk.record_bytes)
+    rate = mapped_rate(disk.paths[0], disk.places(_SIZE), disk.record_bytes)
     return rates | ({"mmap": rate} if rate else {})
 
 

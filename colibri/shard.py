@@ -55,8 +55,17 @@ def read_shard(path: Path, number: int = 0) -> Shard:
     except OSError as why:
         raise ContainerError(unreadable(path, why)) from why
     fields = parse_object(header, f"{path}: header", ContainerError)
-    digest = hashlib.blake2b(header, digest_size=16).hexdigest()
-    return parse_shard(fields, path, size, 8 + len(header), digest, number)
+    return parse_shard(fields, path, size, 8 + len(header), _digest(header), number)
+
+
+def header_digest(path: Path) -> str:
+    """`Shard.digest` of a file, whose header is not looked at any further."""
+    try:
+        with path.open("rb") as file:
+            header = _read_header(file, path, os.fstat(file.fileno()).st_size)
+    except OSError as why:
+        raise ContainerError(unreadable(path, why)) from why
+    return _digest(header)
 
 
 def parse_shard(
@@ -91,6 +100,10 @@ def _read_header(file: Any, path: Path, size: int) -> bytes:
     if header[:1] != b"{":
         raise ContainerError(f"{path}: the header does not begin with '{{'; {_AGAIN}")
     return header
+
+
+def _digest(header: bytes) -> str:
+    return hashlib.blake2b(header, digest_size=16).hexdigest()
 
 
 _AGAIN = "fetch or convert this file again"

@@ -221,6 +221,10 @@ def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
     )
     if counters["pilot_reads"]:
         text += f", {counters['pilot_useful']} of {counters['pilot_reads']} read ahead were of use"
+    if counters["mirror_bytes"]:
+        text += f", {data_size(counters['mirror_bytes'])} of all from mirrors"
+    if counters["repeated_reads"]:
+        text += f", {plural(counters['repeated_reads'], 'read')} failed and had to be repeated"
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from colibri.convert.manifest import RECORD, WORK, read_record
 from colibri.convert.planner import open_contents
 from colibri.convert.sides import EXPECTED
 from colibri.errors import ColibriError, ContainerError
+from colibri.mirror import open_mirror
 from colibri.shard import Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object
 from colibri.tokenizer import Tokenizer
@@ -57,9 +58,13 @@ class Verdict:
 
 
 def verify(
-    directory: Path | str, deep: bool = False, threads: int = 1, report: Report | None = None
+    directory: Path | str,
+    deep: bool = False,
+    threads: int = 1,
+    report: Report | None = None,
+    mirrors: Sequence[Path] = (),
 ) -> Verdict:
-    """Check a directory; raises nothing for what is wrong with it.
+    """Check a directory and the copies in its `mirrors`; raises nothing for what is wrong there.
 
     `deep` reads every byte: those of colibri's containers are compared with the checksums recorded
     when they were written, others are only read.
@@ -75,6 +80,7 @@ def verify(
     if shards and not verdict.faults:
         _check_contents(verdict)
     _check_words(verdict)
+    shards += [copy for path in mirrors for copy in _read_copies(verdict, shards, path)]
     if deep and shards:
         _check_bytes(verdict, shards, threads, report)
     return verdict
@@ -96,6 +102,19 @@ def _read_shards(verdict: Verdict) -> list[Shard]:
     if not paths:
         verdict.faults.append(f"{verdict.directory}: holds no *.safetensors file")
     return shards
+
+
+def _read_copies(verdict: Verdict, shards: list[Shard], directory: Path) -> list[Shard]:
+    """The shards that a mirror has, under its paths."""
+    if not shards:
+        return []
+    try:
+        mirror = open_mirror(directory, shards, range(len(shards)))
+    except ContainerError as why:
+        verdict.faults.append(str(why))
+        return []
+    verdict.facts.append(f"{plural(len(mirror.files), 'file')} of them in {directory} too")
+    return [shards[number]._replace(path=path) for number, path in mirror.files.items()]
 
 
 def _check_index(verdict: Verdict, shards: list[Shard]) -> None:
@@ -260,6 +279,8 @@ def _fault(piece: _Piece) -> str:
 
 def _remedy(directory: Path, path: Path) -> str:
     """What to do about a bad file."""
+    if path.parent != directory:
+        return f"Copy {directory / path.name} there again"
     try:
         record = read_record(directory)
     except ColibriError:

@@ -62,6 +62,11 @@ const char *clb_model_isa(const clb_model *model);
 int32_t clb_isa_available(const char *isa); /* "scalar", "avx2", "avxvnni", "avx512", "neon" */
 
 int32_t clb_model_add_shard(clb_model *model, const char *path, int64_t size, clb_error *error);
+/* A copy of a shard on another drive, 1 .. CLB_DRIVES - 1: what fills slots is shared among them.
+   Its bytes are taken to be the same; only their number is checked. */
+enum { CLB_DRIVES = 4 };
+int32_t clb_model_add_copy(clb_model *model, int32_t shard, int32_t drive, const char *path,
+                           clb_error *error);
 int32_t clb_model_set(clb_model *model, int32_t layer, int32_t role, const clb_tensor *tensor,
                       clb_error *error);
 /* tensors: [experts][3], gate, up, down */
@@ -108,6 +113,8 @@ typedef struct clb_counters {
     int64_t expert_loads, read_bytes;       /* those not in memory, and their bytes */
     int64_t read_wait_ns;                   /* time spent waiting for them */
     int64_t pilot_reads, pilot_useful;      /* experts guessed and read; those then asked for */
+    int64_t mirror_bytes;                   /* of all that was read, guesses too: not from drive 0 */
+    int64_t repeated_reads;                 /* that failed or fell short at first */
     int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
 } clb_counters;

@@ -19,10 +19,14 @@ enum {
 
 /* ---- model -------------------------------------------------------------------------------- */
 
-typedef struct clb_shard {
+typedef struct clb_copy { /* of one shard, on one drive */
     char *path;
-    int fd;
-    int direct_fd;      /* O_DIRECT, or -1 */
+    int fd;        /* -1: there is none */
+    int direct_fd; /* O_DIRECT, or -1 */
+} clb_copy;
+
+typedef struct clb_shard {
+    clb_copy copy[CLB_DRIVES]; /* 0: the model's own */
     int64_t size;
     const uint8_t *map; /* [size] */
 } clb_shard;
@@ -155,7 +159,9 @@ void *clb_paged(int64_t bytes); /* in huge pages where there are any, for free()
 /* ---- shard.c ------------------------------------------------------------------------------ */
 
 int32_t clb_shard_open(clb_shard *shard, const char *path, int64_t size, clb_error *error);
+int32_t clb_shard_add(clb_shard *shard, int32_t drive, const char *path, clb_error *error);
 void clb_shard_close(clb_shard *shard);
+/* Where one copy cannot be read, the next one is. */
 int32_t clb_shard_read(const clb_shard *shard, int64_t offset, int64_t n, uint8_t *out,
                        clb_error *error);
 /* Mapped pages [p, p + n): start reading them, or have them all read; an I/O error is reported. (A

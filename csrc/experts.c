@@ -53,8 +53,8 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     r->reader = clb_reader_new(true, r->io == CLB_IO_BUFFERED);
     if (!r->reader) r->reader = clb_reader_new(false, false);
     if (!r->queue || !r->reader) return clb_fail(error, CLB_NO_MEMORY, "out of memory or threads");
-    for (int32_t i = 0; i < CLB_READS; i++) r->free_reads[i] = i;
-    r->free_count = CLB_READS;
+    for (int32_t i = 0; i < CLB_ALL_READS; i++) r->free_reads[i] = i;
+    r->free_count = CLB_ALL_READS;
     return CLB_OK;
 }
 
@@ -183,6 +183,12 @@ static int32_t lease_mapped(clb_model *m, clb_lease *leases, int64_t n, clb_erro
     return CLB_OK;
 }
 
+static void count_reads(clb_residency *r, clb_counters *counters) {
+    counters->mirror_bytes += r->mirror_bytes;
+    counters->repeated_reads += r->repeated_reads;
+    r->mirror_bytes = r->repeated_reads = 0;
+}
+
 int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
                             clb_error *error) {
     clb_residency *r = m->residency;
@@ -205,6 +211,7 @@ int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_coun
             if (code) return code;
         }
     clb_load_pump(m);
+    count_reads(r, counters);
     return CLB_OK;
 }
 
@@ -242,6 +249,7 @@ static int64_t now_ns(void) {
 int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
                            clb_counters *counters, clb_error *error) {
     clb_load_take_in(m, false);
+    count_reads(m->residency, counters);
     int64_t newly = refresh(m, leases, n);
     if (newly < 0) return report(m, error);
     if (newly || !block) return CLB_OK;

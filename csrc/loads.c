@@ -11,42 +11,82 @@ static void count_reads(clb_slot *s, const clb_extents *places) {
         s->reads_left += (int32_t)((places->at[i].last - places->at[i].first + PIECE - 1) / PIECE);
 }
 
+/* Past the page cache: the drive with the fewest bytes in flight, so that a faster one gets more. */
+static int32_t idlest_drive(const clb_residency *r, const clb_shard *shard) {
+    int32_t best = CLB_NONE;
+    for (int32_t i = 1; i <= CLB_DRIVES; i++) {
+        int32_t drive = (r->last_drive + i) % CLB_DRIVES;
+        if (shard->copy[drive].fd < 0) continue;
+        if (best == CLB_NONE || r->coming[drive] < r->coming[best]) best = drive;
+    }
+    return best;
+}
+
+/* Through the page cache: a piece always comes from the same drive, or it would be kept twice. */
+static int32_t drive_of_piece(const clb_shard *shard, int64_t offset) {
+    int64_t copies = 0;
+    int32_t drive = 0;
+    for (int32_t i = 0; i < CLB_DRIVES; i++) copies += shard->copy[i].fd >= 0;
+    for (int64_t before = offset / PIECE % copies;; drive++) {
+        if (shard->copy[drive].fd < 0) continue;
+        if (before-- == 0) return drive;
+    }
+}
+
+/* The next piece of the head of the queue, from one drive. */
+static void submit_piece(clb_model *m, clb_pending *p, int32_t drive) {
+    clb_residency *r = m->residency;
+    const clb_extent *x = &p->places.at[p->extent];
+    const clb_copy *copy = &m->shards[x->shard].copy[drive];
+    int64_t length = x->last - p->offset < PIECE ? x->last - p->offset : PIECE;
+    int64_t end = p->offset + length < x->needed ? p->offset + length : x->needed;
+    int32_t i = r->free_reads[--r->free_count];
+    bool direct = r->io == CLB_IO_DIRECT && copy->direct_fd >= 0;
+    r->reads[i] = (clb_read){.fd = direct ? copy->direct_fd : copy->fd, .offset = p->offset,
+                             .length = (uint32_t)length, .tag = i};
+    r->reads[i].out = p->pool->memory + p->slot * p->pool->slot_bytes + x->out +
+                      (p->offset - x->first);
+    r->flights[i] = (clb_flight){.slot = &p->pool->slots[p->slot], .needed = end - p->offset,
+                                 .shard = x->shard, .drive = drive};
+    r->busy[drive]++;
+    r->coming[drive] += length;
+    r->last_drive = drive;
+    if (drive > 0) r->mirror_bytes += length;
+    clb_reader_submit(r->reader, &r->reads[i], 1);
+    p->offset += length;
+}
+
 void clb_load_pump(clb_model *m) {
     clb_residency *r = m->residency;
-    while (r->queue_head != r->queue_tail && r->free_count > 0) {
+    while (r->queue_head != r->queue_tail) {
         clb_pending *p = &r->queue[r->queue_head % r->queue_size];
         const clb_extent *x = &p->places.at[p->extent];
         const clb_shard *shard = &m->shards[x->shard];
-        int64_t length = x->last - p->offset < PIECE ? x->last - p->offset : PIECE;
-        int32_t i = r->free_reads[--r->free_count];
-        bool direct = r->io == CLB_IO_DIRECT && shard->direct_fd >= 0;
-        r->reads[i] = (clb_read){.fd = direct ? shard->direct_fd : shard->fd, .offset = p->offset,
-                                 .length = (uint32_t)length, .tag = i};
-        r->reads[i].out = p->pool->memory + p->slot * p->pool->slot_bytes + x->out +
-                          (p->offset - x->first);
-        r->read_slot[i] = &p->pool->slots[p->slot];
-        r->read_shard[i] = x->shard;
-        r->read_needed[i] = (p->offset + length < x->needed ? p->offset + length : x->needed) -
-                            p->offset;
-        clb_reader_submit(r->reader, &r->reads[i], 1);
-        p->offset += length;
+        int32_t drive = r->io == CLB_IO_DIRECT ? idlest_drive(r, shard)
+                                               : drive_of_piece(shard, p->offset);
+        if (r->busy[drive] == CLB_READS) return;
+        submit_piece(m, p, drive);
         if (p->offset < x->last) continue;
         if (++p->extent < p->places.count) p->offset = p->places.at[p->extent].first;
         else r->queue_head++;
     }
 }
 
-/* Takes in one finished read. A short or failed one is read again through the page cache. */
+/* Takes in one finished read. A short or failed one is repeated through the page cache. */
 static void settle(clb_model *m, const clb_read *read) {
     clb_residency *r = m->residency;
-    int32_t i = read->tag;
-    clb_slot *s = r->read_slot[i];
-    int64_t got = read->result > 0 ? read->result : 0, needed = r->read_needed[i];
-    if (got < needed && clb_shard_read(&m->shards[r->read_shard[i]], read->offset + got,
-                                       needed - got, read->out + got, &r->fault))
-        s->failed = true;
-    s->reads_left--;
-    r->free_reads[r->free_count++] = i;
+    const clb_flight *flight = &r->flights[read->tag];
+    int64_t got = read->result > 0 ? read->result : 0;
+    if (got < flight->needed) {
+        r->repeated_reads++;
+        if (clb_shard_read(&m->shards[flight->shard], read->offset + got, flight->needed - got,
+                           read->out + got, &r->fault))
+            flight->slot->failed = true;
+    }
+    flight->slot->reads_left--;
+    r->busy[flight->drive]--;
+    r->coming[flight->drive] -= read->length;
+    r->free_reads[r->free_count++] = read->tag;
 }
 
 bool clb_load_take_in(clb_model *m, bool wait) {
@@ -61,7 +101,7 @@ bool clb_load_take_in(clb_model *m, bool wait) {
 }
 
 bool clb_load_idle(const clb_residency *r) {
-    return r->queue_head == r->queue_tail && r->free_count == CLB_READS;
+    return r->queue_head == r->queue_tail && r->free_count == CLB_ALL_READS;
 }
 
 void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert,

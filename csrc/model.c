@@ -187,6 +187,14 @@ int32_t clb_model_add_shard(clb_model *m, const char *path, int64_t size, clb_er
     return code;
 }
 
+int32_t clb_model_add_copy(clb_model *m, int32_t shard, int32_t drive, const char *path,
+                           clb_error *error) {
+    if (shard < 0 || shard >= m->shard_count || drive < 1 || drive >= CLB_DRIVES ||
+        m->shards[shard].copy[drive].path)
+        return clb_fail(error, CLB_INVALID, "shard %d takes no copy on drive %d", shard, drive);
+    return clb_shard_add(&m->shards[shard], drive, path, error);
+}
+
 static clb_layer *find_layer(clb_model *m, int32_t number) {
     if (number == -1) return &m->top;
     return number >= 0 && number < m->layer_count ? &m->layers[number] : NULL;
@@ -207,7 +215,7 @@ static int32_t check_place(const clb_model *m, const clb_tensor *t, clb_matrix *
         if (part[i].offset < 0 || part[i].offset > shard->size ||
             part[i].bytes > shard->size - part[i].offset)
             return clb_fail(error, CLB_INVALID, "bytes %lld + %lld lie outside %s",
-                            (long long)part[i].offset, (long long)part[i].bytes, shard->path);
+                            (long long)part[i].offset, (long long)part[i].bytes, shard->copy[0].path);
     }
     return CLB_OK;
 }
@@ -301,7 +309,7 @@ static int32_t copy_role(clb_model *m, clb_layer *layer, int32_t role, uint8_t *
     if (is_vector(role)) {
         clb_matrix mapped = in_place(m, t, *w);
         if (clb_populate(mapped.data, w->row_bytes, false))
-            return clb_fail(error, CLB_IO, "reading %s failed", m->shards[t->shard].path);
+            return clb_fail(error, CLB_IO, "reading %s failed", m->shards[t->shard].copy[0].path);
         m->kernels->dequantize(&mapped, 0, 1, (float *)out);
         layer->v[role] = (const float *)out;
         return CLB_OK;

@@ -5,9 +5,15 @@
 #include "reader.h"
 #include "slots.h"
 
-/* Reads in flight at most: enough for a drive's full rate, few enough that experts land one after
-   the other and the first is computed while the next ones are read. */
-enum { CLB_READS = 6 };
+/* Reads in flight at most, of one drive and of all: enough for its full rate, few enough that experts
+   land one after the other and the first is computed while the next ones are read. */
+enum { CLB_READS = 6, CLB_ALL_READS = CLB_READS * CLB_DRIVES };
+
+typedef struct clb_flight { /* what becomes of a read */
+    clb_slot *slot;
+    int64_t needed; /* bytes that must arrive */
+    int32_t shard, drive;
+} clb_flight;
 
 typedef struct clb_trust { /* in guesses of one rank: rank 0 is the surest of a layer */
     float worth;       /* mean of the latest: +1 for one that was asked for, else -1 */
@@ -39,11 +45,13 @@ struct clb_residency {
     int32_t *where;     /* [layer_count][experts] slot or CLB_NONE */
     uint8_t *populated; /* [layer_count][experts] mapped pages asked for once */
     clb_reader *reader;
-    clb_read reads[CLB_READS];
-    clb_slot *read_slot[CLB_READS];
-    int64_t read_needed[CLB_READS]; /* bytes of the read that must arrive */
-    int32_t read_shard[CLB_READS];
-    int32_t free_reads[CLB_READS], free_count;
+    clb_read reads[CLB_ALL_READS];
+    clb_flight flights[CLB_ALL_READS];
+    int32_t free_reads[CLB_ALL_READS], free_count;
+    int32_t busy[CLB_DRIVES];   /* reads in flight of each drive */
+    int64_t coming[CLB_DRIVES]; /* and their bytes */
+    int32_t last_drive;         /* of the latest read */
+    int64_t mirror_bytes, repeated_reads; /* since a session counted them */
     clb_pending *queue; /* [slots] ring of slots still to be put in flight */
     int64_t queue_head, queue_tail, queue_size;
     clb_pilot pilot;

@@ -116,7 +116,7 @@ def test_impossible_measurements_are_refused():
 @pytest.fixture
 def disk(demo_container):
     """Expert records of the demo model."""
-    return Disk(demo_container, record_bytes(demo_container))
+    return Disk.of_container(demo_container, record_bytes(demo_container))
 
 
 def test_disk_reads_every_way(disk):
@@ -132,14 +132,14 @@ def test_records_are_those_of_the_container(disk, demo_container):
     starts = demo_container.experts(layer)["offset"].min(axis=1).tolist()
     assert set(starts) <= set(disk._places)
     assert disk.record_bytes == record_bytes(demo_container)
-    assert max(disk._places) + disk.record_bytes <= disk.path.stat().st_size
+    assert max(disk._places) + disk.record_bytes <= disk.paths[0].stat().st_size
 
 
 def test_a_cut_file_is_an_error(disk, tmp_path):
     """Records past the end of the file are reported, with its name."""
     path = tmp_path / "cut"
     path.write_bytes(bytes(8192))
-    disk.path, disk._places = path, [1 << 20]
+    disk = Disk([path], [1 << 20], disk.record_bytes)
     with pytest.raises(CoreError, match="cut ends before"):
         disk.measure(DiskWay(False, 4096, 1), 4096)
 
@@ -162,7 +162,7 @@ def test_cached_bytes_follow_the_page_cache(tmp_path):
 
 def test_limits_keep_every_measurement(demo_container):
     """Two passes give two values a way; the way with the best median is marked, once."""
-    limits = Limits("scalar", Disk(demo_container, record_bytes(demo_container)), quick=True)
+    limits = Limits("scalar", Disk.of_container(demo_container, record_bytes(demo_container)), True)
     limits.measure_disk(2)
     limits.measure_cores(1)
     limits.measure_beside(2)

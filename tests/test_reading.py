@@ -60,7 +60,7 @@ def test_another_disk_is_measured_again(container, state, monkeypatch):
     here = container.shards[-1].path.stat()
     elsewhere = SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=here.st_dev + 1))
     moved = SimpleNamespace(
-        fingerprint=container.fingerprint, shards=[SimpleNamespace(path=elsewhere)]
+        fingerprint=container.fingerprint, mirrors=(), shards=[SimpleNamespace(path=elsewhere)]
     )
     assert remembered(moved, state) is None
     assert choose(moved, state, lambda container: {"buffered": 1e9}) == "buffered"
