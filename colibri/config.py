@@ -23,7 +23,7 @@ _LIMITS = {
     "hidden_size": (1, 1 << 17),
     "intermediate_size": (1, 1 << 18),
     "moe_intermediate_size": (1, 1 << 17),
-    "num_hidden_layers": (1, 1024),
+    "num_hidden_layers": (1, 512),  # CLB_MAX_LAYERS of csrc/core.h
     "num_attention_heads": (1, 1024),
     "q_lora_rank": (1, 1 << 16),
     "kv_lora_rank": (1, 1 << 16),
@@ -378,7 +378,13 @@ def _pattern(fields: _Fields, layers: int, extra: int) -> list[str]:
 def _mlp_types(fields: _Fields, layers: int, extra: int) -> tuple[str, ...]:
     """Explicit list, else first_k_dense_replace with moe_layer_freq."""
     if fields.get("mlp_layer_types") is not None:
-        return tuple(fields.entries("mlp_layer_types", layers, extra, (DENSE, SPARSE)))
-    first = fields.integer("first_k_dense_replace", 0, layers)
-    freq = fields.integer("moe_layer_freq", 1, 1024, 1)
-    return tuple(SPARSE if i >= first and i % freq == 0 else DENSE for i in range(layers))
+        name = "mlp_layer_types"
+        kinds = tuple(fields.entries(name, layers, extra, (DENSE, SPARSE)))
+    else:
+        name = "first_k_dense_replace"
+        first = fields.integer(name, 0, layers)
+        freq = fields.integer("moe_layer_freq", 1, 1024, 1)
+        kinds = tuple(SPARSE if i >= first and i % freq == 0 else DENSE for i in range(layers))
+    if SPARSE not in kinds:
+        raise fields.fail(name, "a layer with routed experts")
+    return kinds

@@ -3,11 +3,12 @@
 from colibri.amounts import gigabytes
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.errors import UsageError
-from colibri.memory import Budget
+from colibri.memory import RESERVE, Budget
 
 MOST = 32768  # without --ctx; more is a flag away
 LEAST = 4096  # without --ctx, memory permitting
 _SHARE = 8  # without --ctx, the caches take at most this part of what the weights leave
+_SCRATCH = 8  # where caches take all that weights leave, this part of it is a step's scratch
 _FLOAT = 4
 
 
@@ -39,13 +40,19 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
         raise UsageError(
             f"--ctx is {asked}, and this model handles {limit} tokens; ask for at most {limit}"
         )
-    room = max((budget.bytes - weights) // each, 0)
+    room = advised(budget.bytes, weights, each)
     budget.require(
         weights + asked * each,
         f"a context of {asked} tokens ({gigabytes(asked * each)}) beside the dense weights",
-        f"At most --ctx {room} fits." if room else "Free memory or raise --ram.",
+        f"About --ctx {room} fits." if room else "Free memory or raise --ram.",
     )
     return asked
+
+
+def advised(budget: int, weights: int, each: int) -> int:
+    """About the most tokens of `each` bytes that fit beside the weights and what a step needs."""
+    rest = max(budget - weights - RESERVE, 0)
+    return (rest - rest // _SCRATCH) // each
 
 
 def default(limit: int, room: int) -> int:

@@ -31,13 +31,19 @@ class Costs(Protocol):
 
 
 class FixedCosts:
-    """Relative costs that no clock can change."""
+    """Relative costs that neither a clock nor the machine's memory can change."""
 
-    RESIDENT, STREAMED = 0.5, 0.8  # of one more row: experts in memory; experts from disk
+    SMALL, LARGE = 0.5, 0.8  # of one more row: experts in memory; experts from disk
+    FROM = 64 << 30  # bytes of a model that is taken to stream, wherever it runs
     waiting = 0.0
 
-    def __init__(self, row: float = RESIDENT, absorb: float = 0.2, draft: float = 0.15) -> None:
+    def __init__(self, row: float = SMALL, absorb: float = 0.2, draft: float = 0.15) -> None:
         self.row, self.absorb, self.draft = row, absorb, draft
+
+    @classmethod
+    def of_model(cls, nbytes: int) -> FixedCosts:
+        """Of a model with so many bytes in its files."""
+        return cls(cls.LARGE if nbytes >= cls.FROM else cls.SMALL)
 
     def begin(self) -> None:
         """Nothing to forget."""

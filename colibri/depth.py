@@ -1,8 +1,8 @@
 """How many tokens to draft: a fixed depth, or a controller that weighs gain against cost.
 
 A clock never chooses a token. Where the depth of a step can change the text (`rejection` and
-`probabilistic` sampling), the controller runs on `FixedCosts`, reads no clock and forgets
-everything when a turn begins: the same seed gives the same text twice.
+`probabilistic` sampling), the controller runs on `FixedCosts`, reads no clock, asks for no memory
+and forgets everything when a turn begins: the same seed gives the same text twice, anywhere.
 """
 
 from __future__ import annotations
@@ -329,13 +329,13 @@ class Controller:
 
 
 def depth_policy(
-    draft: int | None, *, clock_free: bool, guarded: bool, resident: bool = True
+    draft: int | None, *, clock_free: bool, guarded: bool, nbytes: int = 0
 ) -> DepthPolicy | None:
     """The policy of DRAFT: 0 none, n at most n drafts, None (unset) the controller.
 
     `clock_free` when the depth may change the text (sampling that is not `coupled`); `guarded`
-    for the MTP layer, whose drafts cost something even when they are not verified; `resident`
-    when all experts stay in memory, which the clock-free controller cannot find out.
+    for the MTP layer, whose drafts cost something even when they are not verified; `nbytes`: of the
+    model's files, by which the clock-free controller guesses what a row costs.
     """
     if draft == 0:
         return None
@@ -343,8 +343,7 @@ def depth_policy(
     if draft is not None:
         policy = Fixed(draft)
     elif clock_free:
-        row = FixedCosts.RESIDENT if resident else FixedCosts.STREAMED
-        policy = Controller(FixedCosts(row), remembers=False)
+        policy = Controller(FixedCosts.of_model(nbytes), remembers=False)
     else:
         policy = Controller(MeasuredCosts())
     return Guard(policy, remembers=not clock_free) if guarded else policy

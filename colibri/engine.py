@@ -124,12 +124,6 @@ class Engine:
         engine.load_seconds = perf_counter() - begun
         return engine
 
-    @property
-    def resident(self) -> bool:
-        """Whether all routed experts stay in memory."""
-        plan, experts = self.plan, self.container.config.n_routed_experts
-        return plan is None or plan.io == "mmap" or plan.slots_per_layer >= experts
-
     def demand(self) -> Demand:
         """What the model and its slots ask for."""
         config = self.container.config
@@ -213,8 +207,9 @@ class Engine:
         clock_free = not sampling.greedy and self.settings.mode != Mode.COUPLED
         if clock_free not in slot.drafting:
             mtp = self.model.has_mtp
+            size = self.container.bytes
             policy = depth_policy(
-                self.settings.draft, clock_free=clock_free, guarded=mtp, resident=self.resident
+                self.settings.draft, clock_free=clock_free, guarded=mtp, nbytes=size
             )
             drafter = MtpDrafter(slot.session) if mtp else NgramDrafter()
             slot.drafting[clock_free] = drafter, policy

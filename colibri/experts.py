@@ -4,6 +4,7 @@ import numpy as np
 
 from colibri.checkpoint import Checkpoint
 from colibri.config import ModelConfig
+from colibri.errors import ContainerError
 from colibri.formats import FLOAT_BYTES, Kind, MatrixRef
 from colibri.inventory import PROJECTIONS, expert_name, expert_shape, records_name
 from colibri.resolve import FLOAT_KINDS, RECORD_ALIGN, Resolver, own_records, record_part
@@ -32,6 +33,27 @@ def expert_tensor_names(checkpoint: Checkpoint, config: ModelConfig, layer: int)
 
 def expert_table(resolver: Resolver, config: ModelConfig, layer: int) -> np.ndarray:
     """MATRIX_DTYPE [experts, 3] of a layer whose tensors all exist; ContainerError if unsound."""
+    table = _table(resolver, config, layer)
+    _require_one_form(resolver, table, layer)
+    return table
+
+
+def _require_one_form(resolver: Resolver, table: np.ndarray, layer: int) -> None:
+    """A token's numbers are prepared once for all experts, so they cannot differ in kind."""
+    kinds = table["format"]
+    wanted = kinds[0, [0, 0, 2]]
+    if (kinds == wanted).all():
+        return
+    expert, column = np.argwhere(kinds != wanted)[0].tolist()
+    name, found = expert_name(layer, expert, PROJECTIONS[column]), Kind(kinds[expert, column])
+    raise ContainerError(
+        f"{resolver.checkpoint.directory}: {name} is {found.name}, others of its layer are "
+        f"{Kind(wanted[column]).name}; gate and up of all experts need one kind of number, and so "
+        "do down: run `colibri convert` on this directory"
+    )
+
+
+def _table(resolver: Resolver, config: ModelConfig, layer: int) -> np.ndarray:
     tensors = resolver.checkpoint.tensors
     if records_name(layer) in tensors:
         return _from_records(resolver, config, layer)

@@ -280,7 +280,8 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     floats = n * (config.q_lora_rank + heads * (config.qk_head_dim + config.v_head_dim))
     floats += ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
     floats += n * config.index_n_heads * (config.index_head_dim + 1) + ROW_BLOCK * context
-    floats += n * config.index_topk + 10 * threads * context  # 8-byte order, scores of 8 heads
+    floats += n * min(config.index_topk, context)
+    floats += 10 * threads * context  # 8-byte order, scores of 8 heads
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
     floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)

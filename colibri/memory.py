@@ -65,34 +65,39 @@ def _host(root: Path) -> int:
 
 def _cgroup_rooms(root: Path) -> Iterator[Memory]:
     """Room in every memory cgroup from this process's own up to the root of the hierarchy."""
+    for directory in _groups(root, "memory"):
+        yield from _room(directory, "memory.max", "memory.current", ("file", "shmem"))
+        names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        yield from _room(directory, *names, ("total_cache", "total_shmem"))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of this process's cgroup and of those above it, in every hierarchy that may have
+    the controller."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            for directory in _ancestors(_mount(root, "cgroup2", ""), path):
-                yield from _room(directory, "memory.max", "memory.current", ("file",))
-        elif "memory" in controllers.split(","):
-            for directory in _ancestors(_mount(root, "cgroup", "memory"), path):
-                names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                yield from _room(directory, *names, ("total_cache", "cache"))
+        if hierarchy == "0" or controller in controllers.split(","):
+            kind, option = ("cgroup2", "") if hierarchy == "0" else ("cgroup", controller)
+            for mount, base in _mounts(root, kind, option):
+                yield from _ancestors(mount, base, path)
 
 
-def _mount(root: Path, kind: str, controller: str) -> Path | None:
-    """Where a cgroup hierarchy is mounted, from mountinfo."""
+def _mounts(root: Path, kind: str, option: str) -> Iterator[tuple[Path, str]]:
+    """Where a cgroup hierarchy is mounted, and which of its groups is mounted there."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
         if len(fields) < 5 or len(tail) < 3 or tail[0] != kind:
             continue
-        if not controller or controller in tail[2].split(","):
-            return root / fields[4].lstrip("/")
-    return None
+        if not option or option in tail[2].split(","):
+            yield root / fields[4].lstrip("/"), fields[3]
 
 
-def _ancestors(mount: Path | None, path: str) -> Iterator[Path]:
-    """A cgroup's directory and those above it; in a container only the mount itself exists."""
-    if mount is None:
-        return
-    inside = mount / path.lstrip("/")
+def _ancestors(mount: Path, base: str, path: str) -> Iterator[Path]:
+    """A cgroup's directory and those above it, as far as they are below the group `base` that is
+    mounted; in a container that may be the mount alone."""
+    base = base.rstrip("/") + "/"
+    inside = mount / f"{path}/".removeprefix(base).strip("/")
     while inside != mount and mount in inside.parents:
         if inside.is_dir():
             yield inside
@@ -100,13 +105,15 @@ def _ancestors(mount: Path | None, path: str) -> Iterator[Path]:
     yield mount
 
 
-def _room(directory: Path, limit: str, usage: str, cache: tuple[str, ...]) -> Iterator[Memory]:
-    """Limit - (usage - page cache): the kernel drops cached file pages when room is needed."""
+def _room(directory: Path, limit: str, usage: str, stats: tuple[str, str]) -> Iterator[Memory]:
+    """Limit - (usage - page cache): the kernel drops cached file pages when room is needed, except
+    those of memory that is shared, which `stats` names second."""
     bound, used = _number(directory / limit), _number(directory / usage)
     if bound is None or used is None or bound >= _UNLIMITED:
         return
     stat = dict(line.split()[:2] for line in _read(directory / "memory.stat").splitlines() if line)
-    cached = next((int(stat[name]) for name in cache if name in stat), 0)
+    cache, shared = (int(stat.get(name, 0)) for name in stats)
+    cached = max(cache - shared, 0)
     yield Memory(max(bound - max(used - cached, 0), 0), f"cgroup limit {gigabytes(bound)}")
 
 
@@ -139,16 +146,11 @@ def physical_cores(root: Path = ROOT) -> int:
 
 def _cpu_quotas(root: Path) -> Iterator[int]:
     """CPUs, rounded up, of every CPU quota above this process."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            for directory in _ancestors(_mount(root, "cgroup2", ""), path):
-                quota, _, period = _read(directory / "cpu.max").partition(" ")
-                yield from _quota(quota, period)
-        elif "cpu" in controllers.split(","):
-            for directory in _ancestors(_mount(root, "cgroup", "cpu"), path):
-                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                yield from _quota(*(_read(directory / name) for name in names))
+    for directory in _groups(root, "cpu"):
+        quota, _, period = _read(directory / "cpu.max").partition(" ")
+        yield from _quota(quota, period)
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        yield from _quota(*(_read(directory / name) for name in names))
 
 
 def _quota(quota: str, period: str) -> Iterator[int]:

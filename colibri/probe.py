@@ -4,6 +4,7 @@ Two or three seconds, for a forecast; `colibri bench` is for figures that are to
 """
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -187,9 +188,9 @@ def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> Di
 
 def disk_at(directory: Path) -> DiskSpeed:
     """How fast the disk under a directory is, from a file that is written and removed."""
-    path = directory / f"colibri-probe{PARTIAL}"
+    path = directory / f".colibri-probe-{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             block = os.urandom(_PIECE)
             for _ in range(_FILE_BYTES // _PIECE):

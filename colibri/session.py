@@ -44,6 +44,7 @@ class Session:
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
         self._draft_out = _floats(self._draft_logits)
         self._start = 0  # of the last step's rows
+        self._who: Any = None  # who is told how far a step is
         counters, work = lib.clb_session_counters(self.handle), lib.clb_session_work(self.handle)
         self._counters = _view(counters, (len(_COUNTERS),), np.int64)
         self._work = _view(work, (len(_WORK), len(_COUNTERS)), np.int64)
@@ -197,17 +198,17 @@ class Session:
         """The core's step tells how far it is, as rows of a prompt; what that raises ends it."""
         faults: list[BaseException] = []
 
-        def tell(share: float) -> None:
-            try:
-                if progress and not faults:
-                    progress(start + int(share * rows), total)
-            except BaseException as fault:  # the core cannot pass it on: raised again below
-                faults.append(fault)
+        def tell(share: float | BaseException) -> None:
+            if isinstance(share, BaseException):  # the core cannot pass it on: raised again below
+                faults.append(share)
                 self.cancel()
+            elif progress and not faults:
+                progress(start + int(share * rows), total)
 
-        who = ffi.new_handle(tell)
-        lib.clb_session_report(self.handle, lib.colibri_report if progress else ffi.NULL, who)
+        self._who = ffi.new_handle(tell)  # kept: an interrupt may leave it in the core
         try:
+            report = lib.colibri_report if progress else ffi.NULL
+            lib.clb_session_report(self.handle, report, self._who)
             yield
         except Cancelled:
             if not faults:
@@ -243,7 +244,8 @@ class Session:
     ) -> np.ndarray | None:
         """Absorb all rows that can be: the last one when `pending`, the token after it, is known.
 
-        Nothing happens unless `mtp_ready`. `draft` and the result are those of `mtp_absorb`.
+        Nothing happens unless `mtp_ready`. `draft`, the result and what is raised are those of
+        `mtp_absorb`; rows absorbed before that stay.
         """
         if not self.mtp_ready:
             return None
@@ -266,7 +268,8 @@ class Session:
         """Append rows: post-norm `hidden` [n, hidden_size] and the token that follows each.
 
         With `draft` (f32 [hidden_size], filled with the state the next draft step recycles),
-        returns the last row's logits [vocab], a view that the next draft call overwrites.
+        returns the last row's logits [vocab], a view that the next draft call overwrites. Raises
+        Cancelled or CoreError with no row appended.
         """
         want = draft is not None
         code = lib.clb_mtp_absorb(
@@ -329,7 +332,12 @@ class Session:
         return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
 
 
-@ffi.def_extern()
+def _report_failed(_kind: Any, fault: BaseException, trace: Any) -> None:
+    """What a report raised; also a Ctrl-C that Python had kept while the core was at work."""
+    ffi.from_handle(trace.tb_frame.f_locals["who"])(fault)
+
+
+@ffi.def_extern(onerror=_report_failed)
 def colibri_report(who: Any, done: float) -> None:
     """The core tells how much of a step is done (csrc/colibri.h clb_report)."""
     ffi.from_handle(who)(done)

@@ -133,17 +133,17 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
 
     kinds = container.index_kinds
     layers = config.num_hidden_layers
-    expert = _expert_of(container, next(n for n in range(layers) if container.sparse[n]))
+    sparse = [layer for layer in range(layers) if container.sparse[layer]]
+    experts = format_of(container.expert(sparse[-1], 0)[0])
     formats = Counter(str(form(e)) for e in container.entries if len(e.shape) == 2)
     return Shape(
         name=container.directory.resolve().name,
         config=config,
-        formats=f"{format_of(container.expert(layers - 1, 0)[0])} experts, "
-        f"{formats.most_common(1)[0][0]} for most of the rest",
+        formats=f"{experts} experts, {formats.most_common(1)[0][0]} for most of the rest",
         dense=_work(config, (e for e in container.entries if _each_token(e, layers)), form),
         head=_work(config, [_head(container.entries)], form),
         mtp_dense=_work(config, (e for e in container.entries if e.layer == layers), form),
-        expert=expert,
+        expert=_expert_of(container, sparse[0]),
         mtp_expert=_expert_of(container, layers) if container.has_mtp else _NOTHING,
         resident=_work(
             config, (e for e in container.entries if e.layer < layers + mtp), form

@@ -96,7 +96,7 @@ int32_t clb_model_feed_pilot(clb_model *model, const int32_t *guesses, int64_t c
 
 /* The experts in slots as (layer, expert) pairs, most recently used first; returns how many there
    are, and fills at most `most`. */
-int64_t clb_model_resident(const clb_model *model, int32_t *pairs, int64_t most);
+int64_t clb_model_resident(clb_model *model, int32_t *pairs, int64_t most);
 /* Reads experts into slots in the order given; the last is then the most recently used. */
 int32_t clb_model_warm(clb_model *model, const int32_t *pairs, int64_t n, clb_error *error);
 

@@ -82,7 +82,7 @@ typedef struct clb_input { /* rows that feed one or more matrices, quantised whe
 typedef struct clb_selection { /* the keys one row attends to */
     int32_t count;
     bool dense;     /* 0..count-1; else the ascending list */
-    int32_t *index; /* [index_topk] */
+    int32_t *index; /* [index_topk, or the context if that is less] */
 } clb_selection;
 
 typedef struct clb_route { /* the experts of one row, ascending */
@@ -132,9 +132,9 @@ struct clb_session {
     int32_t *active_runs;              /* [experts] */
     int32_t *active_pairs;             /* [pair_rows] */
     clb_selection *selected;           /* [max_rows] */
-    int32_t *selected_index;           /* [max_rows][index_topk] */
+    int32_t *selected_index;           /* [max_rows][keys chosen at most] */
     clb_selection mtp_seed;            /* set of the last absorbed row, for shared drafts */
-    int32_t *mtp_seed_index;           /* [index_topk] */
+    int32_t *mtp_seed_index;           /* [keys chosen at most] */
     clb_route *routes;                 /* [layer_count] */
     int32_t *captured;                 /* [layer_count][max_rows][index_topk + 1] or NULL */
     float *thread_scratch;             /* [threads][thread_floats] */

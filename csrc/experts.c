@@ -306,9 +306,10 @@ void clb_residency_commit(clb_session *s) {
 
 /* ---- the resident set, saved and loaded again ----------------------------------------------- */
 
-int64_t clb_model_resident(const clb_model *m, int32_t *pairs, int64_t most) {
+int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
     int64_t n = 0;
     if (!m->residency) return 0;
+    pthread_mutex_lock(&m->step); /* others may warm meanwhile */
     for (int pool = 0; pool < 2; pool++) {
         const clb_slots *p = &m->residency->pools[pool];
         if (p->count == 0) continue;
@@ -322,6 +323,7 @@ int64_t clb_model_resident(const clb_model *m, int32_t *pairs, int64_t most) {
             n++;
         }
     }
+    pthread_mutex_unlock(&m->step);
     return n;
 }
 

@@ -51,6 +51,7 @@ static void take_caches(clb_session *s, budget *b) {
 static void take_attention(clb_session *s, budget *b) {
     const clb_config *c = &s->model->config;
     int64_t n = s->max_rows, threads = clb_pool_threads(s->model->pool);
+    int64_t keys = c->index_topk < s->context ? c->index_topk : s->context; /* chosen at most */
     s->q_latent = floats(b, n, c->q_lora);
     s->query = floats(b, n, c->heads * (c->nope + c->rope));
     s->absorbed = floats(b, CLB_ROW_BLOCK, c->heads * (c->kv_lora + c->rope));
@@ -61,12 +62,12 @@ static void take_attention(clb_session *s, budget *b) {
     s->index_score = floats(b, CLB_ROW_BLOCK, s->context);
     s->index_order = take(b, threads, s->context, (int64_t)sizeof *s->index_order);
     s->selected = take(b, n, 1, (int64_t)sizeof *s->selected);
-    s->selected_index = take(b, n, c->index_topk, (int64_t)sizeof *s->selected_index);
-    s->mtp_seed_index = take(b, 1, c->index_topk, (int64_t)sizeof *s->mtp_seed_index);
+    s->selected_index = take(b, n, keys, (int64_t)sizeof *s->selected_index);
+    s->mtp_seed_index = take(b, 1, keys, (int64_t)sizeof *s->mtp_seed_index);
     s->thread_floats = 8 * most(s->context, c->kv_lora); /* scores of 8 heads; 8 weight rows */
     s->thread_scratch = floats(b, threads, s->thread_floats);
     if (b->failed) return;
-    for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * c->index_topk;
+    for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * keys;
 }
 
 static void take_rows(clb_session *s, budget *b) {

@@ -45,6 +45,22 @@ def own(written, tmp_path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "own"))
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({EXPERT}, EXPERT), ({EXPERT.replace(".2.up", f".{e}.up") for e in range(4)}, ".0.up_proj")],
+)
+def test_experts_of_several_kinds_are_refused(tmp_path, changed, named):
+    """One expert in another kind of number, or all ups beside other gates: named, with the remedy,
+    which works."""
+    arrays = {n: a.astype(np.float16) if n in changed else a for n, a in WEIGHTS.items()}
+    path = shardkit.directory(tmp_path / "mixed", {"model.safetensors": arrays})
+    with pytest.raises(ContainerError, match="one kind of number") as told:
+        Container.open(path)
+    assert named in str(told.value) and "is F16, others of its layer are F32" in str(told.value)
+    convert_directory(path, tmp_path / "own", Formats(), False)
+    Container.open(tmp_path / "own")
+
+
 def public(form: Format, names=lambda name: True) -> dict[str, np.ndarray]:
     """The checkpoint as the public engine stores it: 1-D bytes and `.qs`, F32 for the rest."""
     out = {}
@@ -118,7 +134,7 @@ def test_fused_experts(tmp_path):
 def test_public_containers(tmp_path, text):
     """The public engine's formats are inferred from byte counts and decode to the same numbers."""
     form = Format.parse(text)
-    long = (".o_proj.weight", ".up_proj.weight", "lm_head.weight")  # int3 of short rows is int8
+    long = (".o_proj.weight", ".gate_proj.weight", ".up_proj.weight")  # int3 of short rows is int8
     chosen = (lambda name: True) if form.kind != Kind.INT3 else (lambda name: name.endswith(long))
     arrays = public(form, chosen)
     main = {n: a for n, a in arrays.items() if ".layers.3." not in n and ".indexer." not in n}

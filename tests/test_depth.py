@@ -256,8 +256,8 @@ def test_draft_settings():
     assert isinstance(guarded, Guard) and isinstance(guarded.policy, Controller)
     assert isinstance(guarded.policy.costs, MeasuredCosts)
     near, far = (
-        depth_policy(None, clock_free=True, guarded=False, resident=resident).costs
-        for resident in (True, False)
+        depth_policy(None, clock_free=True, guarded=False, nbytes=nbytes).costs
+        for nbytes in (10 << 20, 400 << 30)
     )
     assert isinstance(near, FixedCosts) and isinstance(far, FixedCosts)
     assert near.row < far.row

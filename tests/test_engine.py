@@ -116,6 +116,17 @@ def test_cancelled_in_the_middle_of_a_prompt(engine):
     assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 256
 
 
+@pytest.mark.parametrize("mode", ["rejection", "probabilistic"])
+def test_memory_does_not_choose_the_sample(mode):
+    """Where the depth of drafts can change the text, it does not depend on where experts lie."""
+    texts = set()
+    for flags in ({}, {"io": "buffered", "ram": "110M", "context": "256"}):
+        settings = {"temperature": "1", "threads": "1", "mode": mode, "seed": "5"} | flags
+        engine = Engine.open(Settings.resolve(settings, {}))
+        texts.add(finish(engine.answer(engine.chat(STORY), max_tokens=200)))
+    assert len(texts) == 1
+
+
 def test_a_model_larger_than_memory_reads_prompts_in_larger_chunks(engine, monkeypatch):
     """Each chunk of a prompt reads nearly all experts, so there are fewer; the text is the same."""
     monkeypatch.setattr(Contents, "bytes", 1 << 50)

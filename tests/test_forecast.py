@@ -10,6 +10,7 @@ from test_config import GLM_52
 
 from colibri.config import ModelConfig
 from colibri.container import Container
+from colibri.context import advised
 from colibri.engine import Engine
 from colibri.errors import UsageError
 from colibri.forecast import (
@@ -267,3 +268,15 @@ def test_the_demo_is_mapped(demo_container: Container):
     """A model that is small is left to the page cache, all of it in memory."""
     forecast = Forecaster(of_container(demo_container), SLOW).forecast(4 * GIB, 100, 1024)
     assert (forecast.io, forecast.hits) == ("mmap", 1.0)
+
+
+def test_the_context_that_is_advised_fits():
+    """A refusal of GLM-5.2's full context names one that the plan then has room for."""
+    shape = of_config("glm-5.2", published("glm-5.2")[1], Formats())
+    forecaster = Forecaster(shape, Speeds(8, 1e11, 1e9))
+    for ram in (24 << 30, 48 << 30, 120 << 30):
+        size = advised(ram, shape.resident, shape.token_bytes)
+        demand = forecaster.demand(size, ram)
+        assert demand.dense + demand.session + RESERVE <= ram
+        larger = forecaster.demand(size * 5 // 4, ram)
+        assert larger.dense + larger.session + RESERVE > ram

@@ -67,6 +67,31 @@ def test_cgroup_v2(root, inner, outer):
     assert available(root).source == "cgroup limit 2.00 GiB"
 
 
+def test_group_below_the_one_that_is_mounted(root):
+    """A container's own group may be mounted, and this process in one below it: both count."""
+    v2(root, "/docker/12/app.slice")
+    mount = "31 23 0:28 /docker/12 /sys/fs/cgroup rw shared:1 - cgroup2 cgroup2 rw"
+    write(root, {
+        "proc/self/mountinfo": mount,
+        "sys/fs/cgroup/memory.max": 10 * GIB, "sys/fs/cgroup/memory.current": 0,
+        "sys/fs/cgroup/app.slice/memory.max": GIB, "sys/fs/cgroup/app.slice/memory.current": 0,
+    })  # fmt: skip
+    assert available(root).available == GIB
+    write(root, {"proc/self/cgroup": "0::/docker/123/app.slice"})
+    assert available(root).available == 10 * GIB
+
+
+def test_shared_memory_is_not_given_back(root):
+    """tmpfs and shared memory count as page cache, and the kernel cannot drop them."""
+    v2(root)
+    write(root, {
+        "sys/fs/cgroup/a/b/memory.max": 10 * GIB,
+        "sys/fs/cgroup/a/b/memory.current": 9 * GIB,
+        "sys/fs/cgroup/a/b/memory.stat": f"file {8 * GIB}\nshmem {8 * GIB}",
+    })  # fmt: skip
+    assert available(root).available == GIB
+
+
 def test_container_sees_only_its_mount(root):
     """In a container the path names directories that do not exist there; the mount still counts."""
     v2(root, "/system.slice/docker-1234.scope")
@@ -215,5 +240,5 @@ def test_asked_context(demo_container):
     with pytest.raises(UsageError, match=r"--ctx is 1025.*1024 tokens"):
         context.choose(demo_container, True, 1025, plenty)
     tight = Budget(context.dense_bytes(demo_container, True) + (1 << 20), "--ram")
-    with pytest.raises(UsageError, match=r"1024 tokens.*\(--ram\).*At most --ctx \d+ fits"):
+    with pytest.raises(UsageError, match=r"1024 tokens.*\(--ram\).*Free memory or raise --ram"):
         context.choose(demo_container, True, 1024, tight)

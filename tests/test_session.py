@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import tiny
 from colibri._core import ffi
 
+from colibri.container import Container
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model
 from colibri.session import Session
@@ -212,6 +216,35 @@ def test_what_progress_raises_ends_the_prompt(session, model, calls):
     assert continued(session, PROMPT) == fresh(model, PROMPT)
 
 
+INTERRUPTED = """
+import os, signal, threading
+from colibri import demo
+from colibri.container import Container
+from colibri.model import Model
+from colibri.session import Session
+
+session, raised = Session(Model.open(Container.open(demo.MODEL)), 96, 8), 0
+for _ in range(10):
+    try:
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for _ in range(2000):
+            session.rewind(0)
+            session.prefill(range(40), lambda done, total: None)
+    except KeyboardInterrupt:
+        raised += 1
+print(raised)
+"""
+
+
+def test_a_signal_that_waits_for_the_core():
+    """A Ctrl-C kept while the core was at work, which Python raises on the way into a report,
+    reaches the caller."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("10\n", "")
+
+
 def test_watched_descriptor(session, model, pipe):
     """A readable descriptor cancels like the flag; an unreadable one, or none, does not."""
     reads, writes = pipe
@@ -223,6 +256,16 @@ def test_watched_descriptor(session, model, pipe):
     session.watch(-1)
     session.step_all([7])
     assert session.tokens == [*PROMPT, 7]
+
+
+def test_a_large_index_topk_costs_a_short_context_nothing(tmp_path):
+    """No more keys are chosen than a context holds, so a session has no room for more."""
+    sizes = set()
+    for index_topk in (CONTEXT, 1 << 24):
+        directory = tmp_path / str(index_topk)
+        tiny.write(directory, tiny.GROUPS | {"index_topk": index_topk}, seed=1)
+        sizes.add(Session(Model.open(Container.open(directory)), CONTEXT, ROWS).bytes)
+    assert len(sizes) == 1
 
 
 # ---- limits -------------------------------------------------------------------------------------
