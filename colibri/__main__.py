@@ -20,7 +20,11 @@ def main() -> int:
 
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return cli.main()
+    try:
+        return cli.main()
+    finally:  # nor has a Ctrl-C anything to say while Python ends
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _fill_streams() -> list[str]:

@@ -85,6 +85,5 @@ def _banner(engine: "Engine", thinking: str) -> str:
 
 
 def _announce(terminal: "Terminal", engine: "Engine") -> None:
-    notes = [*engine.container.notes, *(engine.plan.notes if engine.plan else ())]
-    for note in notes:
+    for note in engine.notes:
         terminal.note(f"colibri: note: {note}")

@@ -75,7 +75,7 @@ class Command(click.Command):
         self._require_values(ctx, args)
         words = knobs.BY_NAME["stats"].kind.words
         for at, following in enumerate([*args[1:], ""]):
-            if args[at : at + 1] == ["--stats"] and following not in words:
+            if args[at : at + 1] == ["--stats"] and following.lower() not in words:
                 args[at] = "--stats=table"
         return super().parse_args(ctx, args)
 

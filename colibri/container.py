@@ -36,7 +36,7 @@ class Container(Contents):
         }
         self.mirrors: tuple[Mirror, ...] = ()
         self.note_unused(set(self._matrices), (".qs", ".scales"))
-        self._note_rounded()
+        self.note_rounded(lambda name: self._matrices[name].format == Kind.F32)
 
     @classmethod
     def open(cls, directory: Path | str, mirrors: Sequence[Path] = ()) -> "Container":
@@ -132,12 +132,6 @@ class Container(Contents):
         if len(data) != size:
             raise ContainerError(f"{path}: short read of {name}: the file changed while open")
         return data
-
-    def _note_rounded(self) -> None:
-        biases = [entry.name for entry in self.entries if entry.role == "router_bias"]
-        rounded = [name for name in biases if self._matrices[name].format != Kind.F32]
-        if rounded:
-            self.notes.append(f"{rounded[0]} is not F32: routing may differ from the model's")
 
 
 def format_of(ref: MatrixRef) -> Format:

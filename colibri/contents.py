@@ -1,7 +1,7 @@
 """What a set of tensors makes of a model: its MTP layer, its indexers, and what is missing."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -85,6 +85,13 @@ class Contents:
                 f"stored tensors that are not part of this model are ignored: {len(unused)}, "
                 f"first {unused[0]}"
             )
+
+    def note_rounded(self, is_f32: Callable[[str], bool]) -> None:
+        """Say when router biases are not stored as the model has them."""
+        biases = [entry.name for entry in self.entries if entry.role == "router_bias"]
+        rounded = [name for name in biases if not is_f32(name)]
+        if rounded:
+            self.notes.append(f"{rounded[0]} is not F32: routing may differ from the model's")
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -124,6 +124,11 @@ class Engine:
         engine.load_seconds = perf_counter() - begun
         return engine
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the container and the plan that a user may want to know."""
+        return [*self.container.notes, *(self.plan.notes if self.plan else ())]
+
     def demand(self) -> Demand:
         """What the model and its slots ask for."""
         config = self.container.config

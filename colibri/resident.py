@@ -57,8 +57,9 @@ class Resident:
         if not self.applies or self._state.root is None:
             return []
         try:
-            raw = read_document(self.path)
-            pairs = [(int(layer), int(expert)) for layer, expert in (raw or {}).get("experts", [])]
+            raw = read_document(self.path) or {}
+            listed = raw.get("experts", []) if raw.get("format") == FORMAT else []
+            pairs = [(int(layer), int(expert)) for layer, expert in listed]
         except (StateError, TypeError, ValueError):
             return []  # it only ever saves time
         return self._that_fit(pairs)

@@ -100,11 +100,9 @@ def _prompt(engine: Engine, text: str) -> Prompt:
 def _announce(terminal: Terminal, engine: Engine) -> None:
     """What differs from what a user may think, before the first token."""
     settings, template = engine.settings, engine.template
-    notes = list(engine.container.notes)
-    if engine.plan:
-        notes += engine.plan.notes
-        if settings.spec and "spec" in settings.given and engine.plan.io.startswith("mmap"):
-            notes.append("--spec has no effect: all experts are left to the page cache")
+    notes = engine.notes
+    if settings.spec and "spec" in settings.given and engine.plan.io.startswith("mmap"):
+        notes.append("--spec has no effect: all experts are left to the page cache")
     if settings.thinking is not None and not template.has_thinking_switch:
         notes.append("this model's chat template has no thinking switch: --think has no effect")
     if settings.effort and not template.has_effort:

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from colibri.container import Container
 from colibri.errors import StateError, UsageError
 from colibri.info import info_of
-from colibri.session import Session
+from colibri.session import Session, common_prefix
 from colibri.state import (
     PARTIAL,
     State,
@@ -218,7 +218,7 @@ class Saved:
         session.catch_up()
         length = session.length
         mtp_length = min(session.mtp_length, max(length - 1, 0))  # further rows hold a guess
-        shared = _shared(old.tokens, session.tokens)
+        shared = common_prefix(old.tokens, session.tokens)
         main = (shared, length)
         mtp = (min(old.mtp_length, max(shared - 1, 0), mtp_length), mtp_length)
         segments = [s for s in old.segments if s.main[0] < shared or s.mtp[0] < mtp[0]]
@@ -345,15 +345,6 @@ def names(state: State) -> list[tuple[str, str]]:
             found.append(((path / DOCUMENT).stat().st_mtime, path.name))
     newest = sorted(found, reverse=True)
     return [(name, time.strftime(_MOMENT, time.localtime(at))) for at, name in newest]
-
-
-def _shared(mine: Iterable[int], theirs: Iterable[int]) -> int:
-    count = 0
-    for a, b in zip(mine, theirs, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _wasteful(

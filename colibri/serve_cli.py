@@ -116,7 +116,7 @@ def _run(
     )  # fmt: skip
     text = announce(settings, engine, listener.getsockname(), service.id)
     server = _server(uvicorn, config, service, lambda: terminal.note(text))
-    for note in (*engine.container.notes, *(engine.plan.notes if engine.plan else ())):
+    for note in engine.notes:
         terminal.note(f"colibri: note: {note}")
     signal.signal(signal.SIGTERM, lambda *_: None)  # once uvicorn has taken it: a clean end
     try:

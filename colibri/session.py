@@ -1,6 +1,6 @@
 """One conversation in the core: its tokens, its caches, and the steps that extend them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -139,11 +139,7 @@ class Session:
         At least one token is left to run. The MTP cache catches up; where hidden states that it
         needs are gone, the rows from there on are left to run.
         """
-        shared = 0
-        for mine, theirs in zip(self.tokens, ids, strict=False):
-            if mine != theirs:
-                break
-            shared += 1
+        shared = common_prefix(self.tokens, ids)
         keep = min(shared, len(ids) - 1)
         if self.model.has_mtp:
             self.mtp_rewind(min(self.mtp_length, max(shared - 1, 0)))
@@ -341,6 +337,16 @@ def _report_failed(_kind: Any, fault: BaseException, trace: Any) -> None:
 def colibri_report(who: Any, done: float) -> None:
     """The core tells how much of a step is done (csrc/colibri.h clb_report)."""
     ffi.from_handle(who)(done)
+
+
+def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    count = 0
+    for mine, theirs in zip(a, b, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
 
 
 def rows_of(container: int, memory: int) -> int:

@@ -43,9 +43,10 @@ def spec_decode(
 
     Call it right after `Session.prefill`, with its logits [vocab]. A token is yielded as soon as
     it is picked. So while the caller holds a block, the block's last token is pending: picked, not
-    yet run; `session.tokens` is the prompt and everything yielded but that token. A stop is never
-    yielded, run or counted; after "stop" nothing is pending. Cancelled, or any error of the core,
-    leaves the same state: nothing is in the caches that was not yielded.
+    yet run; `session.tokens` is the prompt and everything yielded but that token. (Where a stop
+    follows among accepted drafts all of the block has been run.) A stop is never yielded, run or
+    counted; after "stop" nothing is pending. Cancelled, or any error of the core, leaves the same
+    state: nothing is in the caches that was not yielded.
 
     With depth None nothing is drafted, but the MTP cache can still catch up with the text.
     """

@@ -6,7 +6,6 @@ a person watches, and removed again.
 
 import io
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -59,7 +58,7 @@ class Terminal:
     @property
     def width(self) -> int:
         """Columns: COLUMNS, else the terminal's, at least 20."""
-        return max(20, self.screen.columns or shutil.get_terminal_size().columns)
+        return max(20, self.screen.columns or _columns(self.err, self.out))
 
     @property
     def note_width(self) -> int | None:
@@ -167,6 +166,18 @@ class Terminal:
         self._drawn = False
         self._next = 0.0
         self._work = ""
+
+
+def _columns(*streams: TextIO) -> int:
+    """Of the first of these that is a terminal and knows its size; 80 without any."""
+    for stream in streams:
+        try:
+            columns = os.get_terminal_size(stream.fileno()).columns
+        except (OSError, ValueError):
+            continue
+        if columns:
+            return columns
+    return 80
 
 
 def close_stdout() -> None:

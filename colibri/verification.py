@@ -38,8 +38,8 @@ class Verification(Protocol):
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
         """The draft for `position`, `step` drafts after the pending token; None: no finite logit.
 
-        The confidence may depend on the logits, never on a random draw: the depth policy may drop
-        the draft because of it, and dropping by what was drawn would bias the text.
+        Where what is drafted can change the text, the confidence depends on the logits and on no
+        random draw: the depth policy may drop the draft because of it, which would bias the text.
         """
 
     def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
@@ -86,9 +86,10 @@ class Rejection:
         """The drafter's most likely token."""
         row = logits[: self.sampler.vocab_used].astype(np.float64)
         token = int(row.argmax())
-        z = (row - row[token]) / self.sampler.params.temperature
         if not np.isfinite(row[token]):
             return None
+        with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
+            z = (row - row[token]) / self.sampler.params.temperature
         weights = elementary.exp(z[z > -40.0])  # exp of ours: depth, hence text, depends on it
         return token, 1.0 / elementary.fold_sum(weights), None
 

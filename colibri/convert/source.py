@@ -39,7 +39,7 @@ class FloatSource(Contents):
         self._entries = {e.name: self._floats(e.name, e.shape) for e in self.entries}
         self._experts = {layer: self._layer_experts(layer) for layer in self.sparse_layers}
         self.note_unused(set(self._entries), SCALE_SUFFIXES)
-        self._note_rounded()
+        self.note_rounded(lambda name: self._entries[name].dtype == "F32")
 
     @property
     def bf16(self) -> frozenset[str]:
@@ -163,12 +163,6 @@ class FloatSource(Contents):
             f"is {list(scale.shape)}; FP8 of {list(tensor.shape)} has one scale, one a row, or "
             f"{list(grid)} for blocks of {down} x {across}",
         )
-
-    def _note_rounded(self) -> None:
-        biases = [e.name for e in self.entries if e.role == "router_bias"]
-        rounded = [name for name in biases if self._entries[name].dtype != "F32"]
-        if rounded:
-            self.notes.append(f"{rounded[0]} is not F32: routing may differ from the model's")
 
     def _fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
         return ContainerError(f"{self.shards[tensor.shard].path}: tensor {tensor.name}: {fault}")
