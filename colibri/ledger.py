@@ -79,7 +79,8 @@ class Ledger:
         self.offered: list[int] = []  # drafts judged, by position after the pending token
         self.accepted: list[int] = []  # of those, the ones that stood
         self.proposed = 0  # drafts that were verified, judged or not
-        self.wall = 0.0
+        self.wall = 0.0  # all segments and `others` together
+        self.others = 0.0  # seconds of other turns' steps in between
         self._clock = clock
         self._laps: deque[Lap] = deque(maxlen=_LAPS)
         self._open = self.segments[PICK]
@@ -108,6 +109,11 @@ class Ledger:
         if rows:
             segment.forwards += 1
             segment.rows += rows
+
+    def waited(self, seconds: float) -> None:
+        """Other turns ran for so long: the open segment's hand stood still."""
+        self.others += seconds
+        self._since += seconds
 
     def emitted(self, name: str, tokens: int) -> None:
         """Tokens were committed thanks to a segment."""
@@ -186,6 +192,7 @@ class Ledger:
         """Everything, for JSON."""
         return {
             "wall_seconds": self.wall,
+            "others_seconds": self.others,
             "tokens": self.tokens,
             "tokens_per_forward": self.tokens_per_forward,
             "acceptance_length": self.acceptance_length,

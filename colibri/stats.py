@@ -51,6 +51,11 @@ class Receipt:
     notes: tuple[str, ...] = ()
 
     @property
+    def read_tokens(self) -> int:
+        """Prompt tokens in the cache at the end: found there, or run."""
+        return self.reused_tokens + self.prefill_tokens
+
+    @property
     def prompt_rate(self) -> float | None:
         """Prompt tokens run, per second; None when nothing was timed."""
         return _rate(self.prefill_tokens, self.prompt_seconds)
@@ -194,7 +199,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("engine", f"{receipt.isa}, {plural(receipt.threads, 'thread')}, "
                    f"loaded in {_seconds(receipt.load_seconds)}, "
                    f"peak memory {gigabytes(receipt.peak_bytes)}"),
-        ("context", f"{receipt.prompt_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
+        ("context", f"{receipt.read_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
         ("prompt", f"{plural(receipt.prompt_tokens, 'token')}{reused}, "
                    f"{_seconds(receipt.prompt_seconds)}{_per_second(receipt.prompt_rate)}"),
         ("answer", f"{plural(receipt.answer_tokens, 'token')}, {_seconds(receipt.answer_seconds)}"

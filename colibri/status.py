@@ -36,7 +36,7 @@ def parts(receipt: Receipt) -> list[str]:
     proposed, accepted = receipt.drafts
     if proposed:
         found.append(f"{accepted}/{proposed} drafts")
-    used = receipt.prompt_tokens + receipt.answer_tokens
+    used = receipt.read_tokens + receipt.answer_tokens
     found.append(f"{used}/{receipt.context} context")
     end = _ENDS.get(receipt.finish_reason)
     return [*found, end] if end else found

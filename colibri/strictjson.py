@@ -17,12 +17,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(text: str) -> Any:
+def no_number(text: str) -> Any:
+    """For `parse_constant`: NaN and its like are no JSON."""
     raise ValueError(f"{text} is not a JSON number")
 
 
 # strict: control characters inside strings are refused too.
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, strict=True)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=no_number, strict=True)
 
 
 def parse_object(data: bytes, where: str, error: type[ColibriError]) -> dict[str, Any]:

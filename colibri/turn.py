@@ -38,13 +38,15 @@ class _Clock:
 
     begun: float = 0.0
     prefilled: float = 0.0
+    waited: float = 0.0  # of the seconds between these two: for other turns
     first: float | None = None
 
 
 class Turn:
     """One answer. Iterating yields its pieces; afterwards `receipt` has the numbers.
 
-    `steps` is the same in smaller bites, for whoever has other turns to run in between.
+    `steps` is the same in smaller bites, for whoever has other turns to run in between and tells
+    `waited` how long those took.
 
     Cancelling ends the iteration between two layers of the core, with the finish reason
     "interrupted" and a session that holds the prompt so far and the tokens yielded.
@@ -101,6 +103,15 @@ class Turn:
         self._cancelled = True
         self.session.cancel()
 
+    def waited(self, seconds: float) -> None:
+        """Other turns ran for so long between two `steps`: neither prompt nor segments took it."""
+        if self.receipt or not self._clock.begun:  # over but for the last piece, or yet to begin
+            return
+        if self._clock.prefilled:
+            self._ledger.waited(seconds)
+        else:
+            self._clock.waited += seconds
+
     def __iter__(self) -> Iterator[Piece]:
         """Run the turn, once."""
         for step in self.steps():
@@ -155,16 +166,17 @@ class Turn:
             self._ledger,
             self.engine.settings.mode,
         )
-        while True:
-            try:
-                tokens = next(blocks)
-            except StopIteration as end:
-                self.finish_reason = end.value
-                return
-            if self._clock.first is None:
-                self._clock.first = perf_counter()
-            self.token_ids += tokens
-            yield tokens
+        with closing(blocks):  # or a turn that is left early is settled before its ledger ends
+            while True:
+                try:
+                    tokens = next(blocks)
+                except StopIteration as end:
+                    self.finish_reason = end.value
+                    return
+                if self._clock.first is None:
+                    self._clock.first = perf_counter()
+                self.token_ids += tokens
+                yield tokens
 
     def _show(self, pieces: Iterable[Piece]) -> list[Piece]:
         shown = list(pieces)
@@ -187,7 +199,7 @@ class Turn:
             prompt_tokens=len(self.prompt.ids),
             reused_tokens=reused,
             prefill_tokens=self._read,
-            prompt_seconds=prefilled - clock.begun,
+            prompt_seconds=prefilled - clock.begun - clock.waited,
             answer_tokens=len(self.token_ids),
             answer_seconds=self._ledger.wall,
             first_token_seconds=None if clock.first is None else clock.first - clock.begun,

@@ -171,8 +171,10 @@ def figures(text: str) -> list[str]:
 @pytest.mark.parametrize("show", [stats.line, stats.table, stats.full])
 def test_receipts_fit(width, show):
     """No line is too long for a terminal, no word is cut, no figure lost; a pipe gets it plain."""
-    names = ("forwards", "rows", "expert_uses", "expert_loads", "expert_bytes", "read_bytes",
-             "read_wait_ns", "pilot_reads", "pilot_useful")  # fmt: skip
+    names = (
+        "forwards", "rows", "expert_uses", "expert_loads", "expert_bytes", "read_bytes",
+        "read_wait_ns", "pilot_reads", "pilot_useful", "mirror_bytes", "repeated_reads",
+    )  # fmt: skip
     counters = dict.fromkeys(names, 1234567890)
     turn = receipt(answer_counters=counters, prompt_counters=counters)
     turn.ledger.judged(3, 3, 2)

@@ -6,8 +6,10 @@ from itertools import count
 from time import perf_counter
 
 import pytest
+from serving import STORY, open_engine
 from toy import VOCAB, ToyDrafter, ToySession, drawn, remembered
 
+from colibri import turn as turns
 from colibri.depth import Fixed
 from colibri.drafting import MtpDrafter
 from colibri.ledger import ABSORB, DRAFT, PICK, PLAIN, SEGMENTS, TEXT, VERIFY, Balance, Ledger
@@ -156,6 +158,43 @@ def test_every_second_of_a_turn_is_in_exactly_one_segment(depth):
     assert seconds[VERIFY] == sum(0.5 + 0.5 * n for n in rows if n > 1)
     assert seconds[TEXT] == 0.125 * (len(rows) + 1)
     assert seconds[ABSORB] == 0.25 * len(rows) * (depth > 0) - 0.25 * late(rows, depth)
+
+
+def test_what_other_turns_take_is_in_no_segment():
+    """Seconds that `waited` tells of are in the wall clock beside the segments, in no lap."""
+    clock = Clock()
+    ledger = Ledger(lambda: clock.now)
+    ledger.begin(Core())
+    for _ in range(3):
+        ledger.enter(PLAIN, 1)
+        clock.passes(1)
+        ledger.enter(TEXT)
+        clock.passes(0.5)
+        for seconds in (2, 4):
+            clock.passes(seconds)
+            ledger.waited(seconds)
+        clock.passes(0.25)
+        ledger.enter(PICK)
+    ledger.end()
+    seconds = {name: segment.seconds for name, segment in ledger.segments.items()}
+    assert seconds == dict.fromkeys(SEGMENTS, 0) | {PLAIN: 3, TEXT: 2.25}
+    assert (ledger.others, ledger.wall) == (18, 18 + 5.25) == (18, clock.now)
+    assert ledger.laps() == [(PLAIN, 1, 1.0)] * 3
+    assert ledger.as_dict()["others_seconds"] == 18
+
+
+def test_a_turn_left_early_has_a_finished_ledger(monkeypatch):
+    """Whoever still holds the decoding loop, its ledger has ended before the receipt is made."""
+    held, loop = [], turns.spec_decode
+    monkeypatch.setattr(turns, "spec_decode", lambda *given: held.append(loop(*given)) or held[-1])
+    engine = open_engine()
+    turn = engine.answer(engine.chat(STORY))
+    steps = turn.steps()
+    while not next(steps).tokens:
+        continue
+    steps.close()
+    assert held[0].gi_frame is None and turn.receipt.answer_seconds == turn.ledger.wall > 0
+    assert turn.ledger.others == 0
 
 
 def late(rows: list[int], depth: int) -> int:

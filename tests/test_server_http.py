@@ -109,7 +109,10 @@ def test_drafts_are_on(server):
 
 def test_events(server):
     """Role first and once, one finish reason, usage when asked for, [DONE] at the end."""
-    events = server.chat(stream=True, max_tokens=4, stream_options={"include_usage": True}).events
+    answer = server.chat(stream=True, max_tokens=4, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    events = answer.events
     assert events.pop() == "[DONE]"
     usage = events.pop()
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4
@@ -470,9 +473,12 @@ def test_host_header(server):
         "10.0.0.5",
         "x.localhost",
         "LOCALHOST:1",
+        "localhost.",
+        "localhost.:8000",
+        "x.localhost.:1",
     ):
         assert server.get("/health", host=host).status == 200
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example"):
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ".:8000"):
         answer = server.get("/health", host=host)
         assert answer.status == 403 and "--allow-host" in answer.error["message"]
 

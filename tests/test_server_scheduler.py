@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import LIMIT, STORY, open_engine, wait_for
+from serving import LIMIT, STORY, offline, open_engine, wait_for
 
+from colibri import stats, turn
+from colibri.ledger import PLAIN, TEXT, Ledger
+from colibri.server import scheduler as schedulers
 from colibri.server.conversations import Conversations
 from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply, Wish
 from colibri.server.scheduler import FairQueue, Job, Outcome, Scheduler
+from colibri.server.service import Service
+from colibri.session import Session
+from colibri.status import status
 
 
 class Nobody:
@@ -65,7 +73,11 @@ def engine():
 
 def run(engine: Any, jobs: list[Job], fails: bool = False) -> None:
     """All of them, submitted before the engine's thread begins."""
-    scheduler = Scheduler(engine, 8, Nobody(fails))
+    finish(Scheduler(engine, 8, Nobody(fails)), jobs)
+
+
+def finish(scheduler: Scheduler, jobs: list[Job]) -> None:
+    """The same by a given scheduler."""
     for job in jobs:
         scheduler.submit(job)
     scheduler.start()
@@ -103,6 +115,152 @@ def test_a_failing_watcher(engine):
     assert diary.outcomes["a"].finish_reason == "length"
 
 
+def test_a_mistake_while_a_turn_is_made(engine, monkeypatch, capsys):
+    """It ends that job, its traceback is shown, and the jobs after it are answered."""
+    diary, answer = Diary(), engine.answer
+
+    def broken(prompt, *rest):
+        if prompt is jobs[0].prompt:
+            raise ValueError("a bug while a turn is made")
+        return answer(prompt, *rest)
+
+    jobs = [diary.job(engine, name, "Hello", 2) for name in "abc"]
+    monkeypatch.setattr(engine, "answer", broken)
+    run(engine, jobs)
+    assert isinstance(diary.outcomes["a"].error, ValueError)
+    assert [diary.outcomes[name].finish_reason for name in "bc"] == ["length"] * 2
+    assert "a bug while a turn is made" in capsys.readouterr().err
+
+
+def test_nobody_waits_for_an_engine_that_has_stopped(engine, monkeypatch):
+    """When the engine's thread dies, jobs that ran or waited end; later ones are refused."""
+    diary, mistakes = Diary(), []
+    monkeypatch.setattr(threading, "excepthook", lambda given: mistakes.append(given.exc_value))
+
+    def broken() -> None:
+        raise ValueError("what is called before turns begin has failed")
+
+    scheduler = Scheduler(engine, 8, Nobody(), broken)
+    for name in "abc":
+        scheduler.submit(diary.job(engine, name, "Hello", 2))
+    scheduler.start()
+    assert scheduler.join(LIMIT) and not scheduler.alive
+    assert [type(mistake) for mistake in mistakes] == [ValueError]
+    assert {diary.outcomes[name].error.code for name in "abc"} == {"engine_stopped"}
+    with pytest.raises(Refusal) as refused:
+        scheduler.submit(diary.job(engine, "d", "Hello", 2))
+    assert refused.value.status == 503 and not (scheduler.active or scheduler.waiting)
+
+
+def test_a_callback_that_fails(engine):
+    """A mistake of whoever is told the outcome ends nobody else's answer."""
+    diary = Diary()
+    jobs = [diary.job(engine, name, "Hello", 2) for name in "ab"]
+
+    def broken(outcome: Outcome) -> None:
+        raise ValueError("a mistake after the answer")
+
+    jobs[0].done = broken
+    run(engine, jobs)
+    assert diary.outcomes["b"].finish_reason == "length"
+
+
+def test_after_a_mistake_a_slot_is_as_new():
+    """Nothing of a failed turn is kept, and no slot is made beyond those that memory is for."""
+    engine, diary, made = open_engine(conversations="2", temperature="0"), Diary(), []
+    new_slot, story = engine.new_slot, STORY[0]["content"]
+    engine.new_slot = lambda: made.append(new_slot()) or made[-1]
+    jobs = [diary.job(engine, name, story, 12) for name in "abc"]
+
+    def broken(delta: Delta) -> None:
+        diary.lines.append(("a", "breaks"))
+        raise ValueError("a mistake in the middle of an answer")
+
+    jobs[0].deliver = broken
+    finish(scheduler := Scheduler(engine, 8, Nobody()), jobs)
+    assert ("a", "breaks") in diary.lines and len(made) == 1 and len(scheduler.kept) == 2
+    expected = offline(engine, STORY, 12, new_slot())
+    for name in "bc":
+        assert "".join(text for who, text in diary.lines if who == name) == expected + "end"
+    assert diary.outcomes["c"].receipt.reused_tokens == 0
+
+
+# ---- what is counted ----------------------------------------------------------------------------
+
+
+def told(service: Service, name: str) -> dict[str, float]:
+    """A counter of /metrics, by its label."""
+    found = re.findall(name + r'{\w+="(\w+)"} (\S+)', service.metrics.text().decode())
+    return {label: float(value) for label, value in found}
+
+
+def test_a_prompt_cut_off_counts_what_was_read(engine, monkeypatch):
+    """Cancelled in its second chunk: metrics, page, status and receipt count the first only."""
+    service, diary, chunks = Service(engine), Diary(), []
+    job, step = diary.job(engine, "a", "Count the words. " * 60, 5), Session.step_all
+
+    def leaving(self, ids, want="all"):
+        chunks.append(len(ids))
+        if len(chunks) == 2:
+            service.scheduler.cancel(job)
+        return step(self, ids, want)
+
+    monkeypatch.setattr(Session, "step_all", leaving)
+    finish(service.scheduler, [job])
+    receipt = diary.outcomes["a"].receipt
+    read = receipt.reused_tokens + chunks[0]
+    assert diary.outcomes["a"].gone and receipt.read_tokens == read < receipt.prompt_tokens
+    assert told(service, "colibri_tokens_total")["prompt"] == read
+    service.watch.look([])
+    shown = service.watch.state()["turns"][0]
+    assert (shown["read_tokens"], shown["prompt_tokens"]) == (read, receipt.prompt_tokens)
+    assert f"{read}/{receipt.context} context" in status(receipt, 200)
+    assert re.search(rf"context +{read} of {receipt.context} tokens", stats.table(receipt))
+
+
+def test_seconds_are_those_of_the_turn_that_took_them(engine, monkeypatch):
+    """With a clock that only steps and the showing move: together the turns took what passed."""
+    now, steps, diary, service = [1.0], {}, Diary(), Service(engine)
+    jobs = [diary.job(engine, "a", "Hello", 6), diary.job(engine, "b", "Tell me. " * 120, 4)]
+    step, deliver, seen = Session.step_all, jobs[0].deliver, []
+
+    def timed(self, ids, want="all"):
+        now[0] += 1.0
+        steps[self] = steps.get(self, 0) + 1
+        return step(self, ids, want)
+
+    def shown(delta: Delta) -> None:
+        service.watch.look([jobs[0]])
+        seen.append((now[0], service.watch.state()["turns"][0]))
+        now[0] += 0.25
+        deliver(delta)
+
+    jobs[0].deliver = shown
+    monkeypatch.setattr(Session, "step_all", timed)
+    for module in (turn, schedulers):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(turn, "Ledger", lambda: Ledger(lambda: now[0]))
+    finish(service.scheduler, jobs)
+    for job in jobs:
+        receipt = job.turn.receipt
+        seconds = {name: s.seconds for name, s in receipt.ledger.segments.items()}
+        assert receipt.prompt_seconds + seconds[PLAIN] == steps[job.turn.session]
+        assert receipt.answer_seconds == sum(seconds.values()) + receipt.ledger.others
+        assert receipt.answer_rate == receipt.answer_tokens / receipt.answer_seconds
+    first, second = (job.turn.receipt for job in jobs)
+    showings = sum(name == "a" for name, _ in diary.lines) - 1
+    assert first.ledger.segments[TEXT].seconds == 0.25 * showings > 0
+    for at, running in seen[1:]:
+        rate = running["answer_tokens"] / (at - seen[0][0])
+        assert running["running"] and running["answer_tokens_per_second"] == rate
+    assert first.ledger.others > 0 == second.ledger.segments[TEXT].seconds
+    assert second.first_token_seconds > second.prompt_seconds == steps[jobs[1].turn.session] - 3
+    assert sum(told(service, "colibri_step_seconds_total").values()) == now[0] - 1.0
+
+
+# ---- the queue and the slots --------------------------------------------------------------------
+
+
 def test_queue():
     """Clients in turns, each in its own order; anyone may leave."""
     queue = FairQueue()
@@ -132,7 +290,8 @@ def slots(*histories: list[int], most: int = 3) -> Conversations:
 
     def make(tokens: list[int]) -> Any:
         session = SimpleNamespace(tokens=tokens, length=len(tokens))
-        return SimpleNamespace(session=session)
+        session.rewind = lambda length: vars(session).update(tokens=[], length=length)
+        return SimpleNamespace(session=session, drafting={})
 
     return Conversations(lambda: make([]), most, first=[make(h) for h in histories])
 
@@ -155,5 +314,5 @@ def test_which_slot(histories, ids, taken):
     kept.give_back(slot)
     before = len(kept.kept)
     assert before <= 3
-    kept.give_back(kept.take(ids), keep=False)
-    assert len(kept.kept) == before - 1
+    kept.give_back(slot := kept.take(ids), keep=False)
+    assert len(kept.kept) == before and slot.session.tokens == []

@@ -62,12 +62,12 @@ class Api:
         self.service = service
         self._created = int(time.time())
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response | EventStream:
         """POST /v1/chat/completions."""
         wanted, (prompt, parser) = await self._prepare(request, asked.chat, self.service.chat)
         return await self._respond(request, wanted, prompt, parser, self._shape(ChatShape, wanted))
 
-    async def completion(self, request: Request) -> Response:
+    async def completion(self, request: Request) -> Response | EventStream:
         """POST /v1/completions."""
         read, make = asked.completion, self.service.completion
         wanted, prompt = await self._prepare(request, read, make)
@@ -154,7 +154,7 @@ class Api:
         prompt: Prompt,
         parser: ToolParser | None,
         shape: Shape,
-    ) -> Response:
+    ) -> Response | EventStream:
         service = self.service
         wish = Wish(wanted.stops, wanted.logprobs, getattr(wanted, "parallel", True))
         reply = Reply(service.engine.tokenizer, prompt, wish, parser)

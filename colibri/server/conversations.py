@@ -33,10 +33,12 @@ class Conversations:
         return slot
 
     def give_back(self, slot: Slot, keep: bool = True) -> None:
-        """The turn is over; a slot that is not kept is freed with its memory."""
+        """The turn is over; without `keep` the slot is as new, in the memory set aside for it."""
         self._busy.remove(slot)
-        if keep:
-            self._idle.append(slot)
+        if not keep:
+            slot.drafting.clear()
+            slot.session.rewind(0)
+        self._idle.append(slot)
 
     def _continued(self, ids: Sequence[int]) -> Slot | None:
         """The slot sharing most with the prompt, if that is half of either: else it is another's.

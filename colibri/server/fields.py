@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from colibri.server.refusal import Refusal
+from colibri.strictjson import no_number
 
 DEEPEST = 100  # nesting of a request's JSON
 
@@ -224,7 +225,7 @@ def read(body: dict[str, Any], fields: Sequence[Field], prefix: str = "") -> dic
 def parse(data: bytes) -> dict[str, Any]:
     """The JSON object of a request's body; Refusal says what is wrong with it."""
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(data.decode("utf-8"), parse_constant=no_number)
     except UnicodeDecodeError as error:
         raise Refusal(f"the body is not UTF-8 text at byte {error.start}.") from None
     except RecursionError:
@@ -253,7 +254,3 @@ def brief(value: Any, quote: bool = True) -> str:
     text = json.dumps(value) if quote or not isinstance(value, str) else value
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")

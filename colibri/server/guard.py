@@ -164,10 +164,11 @@ def _origin(text: str) -> str:
 
 
 def _name(host: str) -> str:
-    """The Host header without the port."""
+    """The Host header without the port, and a name without the root's dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower().rstrip(".")
+    name = host.rpartition(":")[0] if ":" in host else host
+    return name.lower().rstrip(".")
 
 
 def _is_address(name: str) -> bool:

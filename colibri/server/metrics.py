@@ -29,12 +29,12 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self._tokens = Counter(
-            "colibri_tokens", "Tokens by kind: prompt (cached ones included), cached, answer, "
-            "drafted, accepted.", ["kind"], registry=registry,
+            "colibri_tokens", "Tokens by kind: prompt (read or cached), cached, answer, drafted, "
+            "accepted.", ["kind"], registry=registry,
         )  # fmt: skip
         self._seconds = Counter(
-            "colibri_step_seconds", "Seconds by segment of a step; prompt: reading it.",
-            ["segment"], registry=registry,
+            "colibri_step_seconds", "Seconds by segment of a step, none of them another "
+            "conversation's; prompt: reading it.", ["segment"], registry=registry,
         )  # fmt: skip
         self._experts = Counter(
             "colibri_experts", "Experts computed (used) and not found in memory (missed).",
@@ -70,7 +70,7 @@ class Metrics:
         receipt = outcome.receipt
         if receipt is None:
             return
-        counts = (receipt.prompt_tokens, receipt.reused_tokens, receipt.answer_tokens)
+        counts = (receipt.read_tokens, receipt.reused_tokens, receipt.answer_tokens)
         for kind, count in zip(_PARTS, (*counts, *receipt.drafts), strict=True):
             self._tokens.labels(kind).inc(count)
         self._seconds.labels("prompt").inc(receipt.prompt_seconds)

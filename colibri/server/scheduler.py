@@ -17,7 +17,7 @@ from colibri.sampling import SamplingParams
 from colibri.server.conversations import Conversations
 from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply
-from colibri.stats import Receipt
+from colibri.stats import INTERRUPTED, Receipt
 from colibri.turn import Step, Turn
 
 
@@ -125,7 +125,7 @@ class Scheduler:
         self._queue = FairQueue()
         self._active: list[Job] = []
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -155,10 +155,10 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; Refusal 429 when too many wait, 503 when the server is going down."""
+        """Queue a job; Refusal 429 when too many wait, 503 when nothing is answered any more."""
         with self._changed:
-            if self._closing:
-                raise _shutting_down()
+            if self._closing or self._stopped:
+                raise _shutting_down() if self._closing else _engine_stopped()
             most = self.engine.conversations + self._limit
             if len(self._active) + len(self._queue) >= most:
                 raise Refusal(
@@ -187,11 +187,9 @@ class Scheduler:
 
     def close(self) -> None:
         """Refuse what comes, end what runs or waits; returns at once."""
-        error = _shutting_down()
         with self._changed:
             self._closing = True
-            while len(self._queue):
-                self._finish(self._queue.take(), Outcome(Delta(), error=error))
+            self._drop_waiting(_shutting_down())
             for job in self._active:
                 if job.turn:
                     job.turn.cancel()
@@ -205,6 +203,16 @@ class Scheduler:
     # ---- the engine's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # also after a mistake in here: nobody may wait for a thread that is gone
+            with self._changed:
+                self._stopped = True
+                self._drop_waiting(_engine_stopped())
+                for job in list(self._active):
+                    self._end(job, Outcome(Delta(), error=_engine_stopped()), keep=False)
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self._active or len(self._queue) or self._watcher.due()):
@@ -217,9 +225,9 @@ class Scheduler:
             if admitted:
                 self._ready()
             for job in admitted:
-                self._begin(job)
+                self._attend(job, self._begin)
             for job in list(self._active):
-                self._advance(job)
+                self._attend(job, self._advance)
             if self._watcher.due():
                 _told(self._watcher.look, self._active)
 
@@ -232,43 +240,53 @@ class Scheduler:
         self._active += jobs
         return jobs
 
-    def _begin(self, job: Job) -> None:
+    def _attend(self, job: Job, work: Callable[[Job], None]) -> None:
+        """Work for one job; whatever goes wrong ends it and no other, whose clocks stand."""
+        begun = perf_counter()
         try:
-            job.slot = self._conversations.take(job.prompt.ids)
-            turn = self.engine.answer(job.prompt, job.slot, job.sampling, job.max_tokens)
-        except (ColibriError, MemoryError) as error:
-            self._end(job, Outcome(Delta(), error=error))
-            return
+            work(job)
+        except Exception as error:
+            self._fail(job, error)
+        seconds = perf_counter() - begun
+        for other in self._active:
+            if other is not job and other.turn:
+                other.turn.waited(seconds)
+
+    def _begin(self, job: Job) -> None:
+        job.slot = self._conversations.take(job.prompt.ids)
+        turn = self.engine.answer(job.prompt, job.slot, job.sampling, job.max_tokens)
         with self._changed:
             job.turn, job.steps = turn, turn.steps()
             if job.cancelled or self._closing:
                 turn.cancel()
 
     def _advance(self, job: Job) -> None:
-        """One step of one turn; whatever goes wrong in it ends this job and no other."""
+        """One step of one turn."""
         if not job.turn or not job.steps:
             return
-        try:
-            step = next(job.steps, None)
-            if step is None:
-                self._end(job, self._outcome(job))
-                return
-            delta = job.reply.push(step.tokens, job.turn.session.logits)
-            self._watcher.stepped(job)
-            if delta:
-                job.deliver(delta)
-            if job.reply.enough:
-                job.steps.close()
-                self._end(job, self._outcome(job))
-        except ColibriError as error:
-            self._end(job, Outcome(Delta(), receipt=job.turn.receipt, error=error))
-        except Exception as error:  # a bug, or no memory: the other conversations go on
-            traceback.print_exc()
-            self._end(job, Outcome(Delta(), receipt=job.turn.receipt, error=error), keep=False)
+        step = next(job.steps, None)
+        if step is None:
+            self._end(job, self._outcome(job))
+            return
+        delta = job.reply.push(step.tokens, job.turn.session.logits)
+        self._watcher.stepped(job)
+        if delta:
+            job.deliver(delta)
+        if job.reply.enough:
+            job.steps.close()
+            self._end(job, self._outcome(job))
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """After a bug, or without memory, nothing that the slot holds is believed."""
+        expected = isinstance(error, ColibriError)
+        if not expected:
+            traceback.print_exception(error)
+        receipt = job.turn.receipt if job.turn else None
+        self._end(job, Outcome(Delta(), receipt=receipt, error=error), keep=expected)
 
     def _outcome(self, job: Job) -> Outcome:
         assert job.turn is not None
-        if job.turn.finish_reason == "interrupted":
+        if job.turn.finish_reason == INTERRUPTED:
             closing = None if job.cancelled else _shutting_down()
             return Outcome(Delta(), receipt=job.turn.receipt, error=closing, gone=job.cancelled)
         delta, reason = job.reply.finish(job.turn.finish_reason)
@@ -282,13 +300,17 @@ class Scheduler:
             job.steps = None
         self._finish(job, outcome)
 
+    def _drop_waiting(self, error: Refusal) -> None:
+        while len(self._queue):
+            self._finish(self._queue.take(), Outcome(Delta(), error=error))
+
     def _finish(self, job: Job, outcome: Outcome) -> None:
         _told(self._watcher.ended, job, outcome)
-        job.done(outcome)
+        _told(job.done, outcome)
 
 
 def _told(listener: Callable[..., None], *arguments: Any) -> None:
-    """Whoever looks on must not end the thread that everyone waits for."""
+    """Whoever is told must not end the thread that everyone waits for."""
     try:
         listener(*arguments)
     except Exception:
@@ -297,3 +319,8 @@ def _told(listener: Callable[..., None], *arguments: Any) -> None:
 
 def _shutting_down() -> Refusal:
     return Refusal("the server is shutting down.", status=503, code="shutting_down")
+
+
+def _engine_stopped() -> Refusal:
+    text = "the engine has stopped after a mistake; the server's log has the details."
+    return Refusal(text, status=503, code="engine_stopped")

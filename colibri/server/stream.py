@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
-from starlette.responses import Response
-
 from colibri.server.mailbox import Mailbox
 from colibri.server.refusal import Refusal, encode
 from colibri.server.reply import Delta, Reply
@@ -19,6 +17,11 @@ PACE = 0.01  # seconds between two blocks at least: a fast model's tokens go in 
 SILENCE = 5.0  # seconds after which a comment says that the server is alive; no client shows it
 DONE = b"data: [DONE]\n\n"
 ACCEPTED = b": accepted\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 def event(value: Any) -> bytes:
@@ -72,27 +75,16 @@ def refusal_of(outcome: Outcome) -> Refusal:
     return Refusal(text, status=500, code="engine_error")
 
 
-class EventStream(Response):
-    """Sends blocks as they come; whoever reads slowly delays nobody else."""
-
-    media_type = "text/event-stream"
+class EventStream:
+    """An ASGI answer: sends blocks as they come; whoever reads slowly delays nobody else."""
 
     def __init__(self, blocks: AsyncIterator[bytes], close: Any) -> None:
-        self.status_code, self.background = 200, None
         self._blocks, self._close = blocks, close
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
-
-    def init_headers(self, headers: Any = None) -> None:
-        """No length: it is not known."""
-        self.body = b""
-        super().init_headers(headers)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send everything; whatever happens, close."""
         try:
-            head = {"status": self.status_code, "headers": self.raw_headers}
-            await send({"type": "http.response.start", **head})
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
             async for block in self._blocks:
                 await send({"type": "http.response.body", "body": block, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

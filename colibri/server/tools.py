@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from colibri.answer import MARK, Piece
+from colibri.strictjson import no_number
 from colibri.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -257,7 +258,7 @@ def _type_of(value: Any) -> str:
 def _json_of(text: str, types: set[str]) -> str:
     """A value as JSON: the model's own where it is valid and allowed, else its text."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError):
         return _quoted(text)
     kind = _type_of(value)
@@ -265,10 +266,6 @@ def _json_of(text: str, types: set[str]) -> str:
     is_text = kind == "string" if "string" in types or not types else False
     mixed = "string" in types and kind not in others
     return _quoted(text) if is_text or mixed else text.strip()
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(text)
 
 
 def _quoted(text: str) -> str:

@@ -133,7 +133,7 @@ def _running(job: Job) -> dict[str, Any]:
     """A turn that is not over, in the words of a receipt."""
     assert job.turn is not None
     turn, ledger = job.turn, job.turn.ledger
-    seconds = ledger.seconds
+    seconds = ledger.seconds + ledger.others  # as a client sees it
     return {
         "running": True,
         "prompt_tokens": len(turn.prompt.ids),
@@ -152,7 +152,7 @@ def _ended(job: Job, outcome: Outcome) -> dict[str, Any]:
     return {
         "running": False,
         "prompt_tokens": receipt.prompt_tokens,
-        "read_tokens": receipt.prompt_tokens,
+        "read_tokens": receipt.read_tokens,
         "cached_tokens": receipt.reused_tokens,
         "prompt_tokens_per_second": receipt.prompt_rate,
         "answer_tokens": receipt.answer_tokens,
