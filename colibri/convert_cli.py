@@ -313,6 +313,7 @@ def _score_source(request: Request, text: Path, terminal: Terminal) -> Score:
     """Score a local source before it is converted; FP8 is written out as f32 for that."""
     from colibri.convert import Formats, convert_directory
     from colibri.convert.hub import PREFIX
+    from colibri.convert.plan import existing
     from colibri.convert.planner import open_contents
     from colibri.convert.source import FloatSource
     from colibri.formats import Format, Kind
@@ -322,7 +323,8 @@ def _score_source(request: Request, text: Path, terminal: Terminal) -> Score:
     source = Path(request.source)
     if not isinstance(open_contents(source), FloatSource):
         return _score(_settings(source), text, None, terminal)
-    with tempfile.TemporaryDirectory(dir=request.target.absolute().parent) as directory:
+    beside = existing(request.target.absolute().parent)
+    with tempfile.TemporaryDirectory(dir=beside) as directory:
         floats = Format(Kind.F32)
         convert_directory(source, Path(directory) / "f32", Formats(*[floats] * 4))
         return _score(_settings(Path(directory) / "f32"), text, None, terminal)

@@ -5,7 +5,7 @@ import numpy as np
 from colibri.checkpoint import Checkpoint
 from colibri.config import ModelConfig
 from colibri.errors import ContainerError
-from colibri.formats import FLOAT_BYTES, Kind, MatrixRef
+from colibri.formats import FLOAT_BYTES, FLOATS, Kind, MatrixRef
 from colibri.inventory import PROJECTIONS, expert_name, expert_shape, records_name
 from colibri.resolve import FLOAT_KINDS, RECORD_ALIGN, Resolver, own_records, record_part
 
@@ -46,10 +46,12 @@ def _require_one_form(resolver: Resolver, table: np.ndarray, layer: int) -> None
         return
     expert, column = np.argwhere(kinds != wanted)[0].tolist()
     name, found = expert_name(layer, expert, PROJECTIONS[column]), Kind(kinds[expert, column])
+    floats = all(Kind(kind) in FLOATS for kind in np.unique(kinds))
+    remedy = "run `colibri convert` on this directory" if floats else "convert the original again"
     raise ContainerError(
         f"{resolver.checkpoint.directory}: {name} is {found.name}, others of its layer are "
         f"{Kind(wanted[column]).name}; gate and up of all experts need one kind of number, and so "
-        "do down: run `colibri convert` on this directory"
+        f"do down: {remedy}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import fp8
 import pytest
 import shardkit
 import text_fixtures
@@ -115,6 +116,22 @@ def test_progress_where_nobody_watches(command, source, tmp_path, monkeypatch):
     done = command("convert", str(source), str(tmp_path / "out"))
     lines = [line for line in done.err.splitlines() if line.startswith("converting ")]
     assert lines and re.fullmatch(r"converting 100% \d/\d MB [\d.]+ [MG]B/s, 0 s to go", lines[-1])
+
+
+def test_check_of_fp8(command, tmp_path):
+    """--check scores an FP8 source where the target's directory is still to be made, and leaves
+    nothing beside it."""
+    source = shardkit.directory(
+        tmp_path / "source", {"model.safetensors": fp8.checkpoint()[0]}, fp8.CONFIG
+    )
+    text_fixtures.write_bytes(source)
+    text = tmp_path / "text.txt"
+    text.write_text("A fox and a hare.")
+    target = tmp_path / "a" / "b" / "out"
+    done = command("convert", str(source), str(target), "--check", str(text))
+    assert done.status == Exit.OK and "nats per token" in done.out, done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt", "a"}
+    assert list(target.parent.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,19 @@ def test_refusals(tmp_path):
     assert not [p for p in (tmp_path / "a", tmp_path / "b", tmp_path / "c") if p.exists()]
 
 
-def test_experts_of_several_formats(tmp_path):
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [
+        ("int4-g16-f32", "layer 2 have up matrices in several formats"),
+        ("int8-f32", r"up_proj.weight is INT8, others of its layer are INT4.*convert the original"),
+    ],
+)
+def test_experts_of_several_formats(tmp_path, form, fault):
     """Experts of a layer in unlike formats cannot share a record: refused with the layer."""
     source = public(tmp_path / "public", "int4-f32", "int8-f32")
     path = source / "out-00000.safetensors"
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
-    got = encode(WEIGHTS[name], Format.parse("int8-f32"))
+    got = encode(WEIGHTS[name], Format.parse(form))
 
     def swap(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         arrays[name] = got.payload.view(np.uint8).reshape(-1)
@@ -153,7 +160,7 @@ def test_experts_of_several_formats(tmp_path):
         for t in read_shard(path).tensors
     }  # fmt: skip
     shardkit.write(path, swap(arrays))
-    with pytest.raises(ContainerError, match="layer 2 have up matrices in several formats"):
+    with pytest.raises(ContainerError, match=fault):
         convert_directory(source, tmp_path / "own")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +19,9 @@ import pytest
 import shardkit
 
 from colibri.container import Container
+from colibri.convert import runner
 from colibri.convert.conversion import execute
-from colibri.convert.manifest import Journal, WorkDirectory, load_journal
+from colibri.convert.manifest import Journal, WorkDirectory, load_journal, write_manifest
 from colibri.convert.plan import Request
 from colibri.convert.planner import make_plan
 from colibri.errors import ContainerError, UsageError
@@ -215,6 +220,108 @@ def test_two_at_once_are_refused(source, tmp_path):
     run(source, tmp_path)
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+@pytest.mark.parametrize("begun", [False, True], ids=["empty", "begun"])
+def test_another_run_after_the_plan(source, tmp_path, whole, begun, ends):
+    """A plan that another run with the same parameters has overtaken is refused, changes nothing
+    and leaves no work directory in what is finished; made again, it completes to the same bytes."""
+    target = tmp_path / "out"
+    if begun:
+        crash.in_child(lambda: run(source, target, threads=1), crash.Disk(90))
+    plan = make_plan(Request(str(source), target, MIXED))
+    assert plan.is_begun == begun
+    crash.in_child(lambda: run(source, target, threads=1), crash.Disk(None if ends else 90))
+    before = tree(target)
+    assert (before == whole) == ends
+    with pytest.raises(UsageError, match="another run has worked here since this was planned; run"):
+        execute(plan, 1, unit_bytes=UNIT)
+    assert tree(target) == before and (target / ".conversion").exists() != ends
+    run(source, target)
+    assert tree(target) == whole
+
+
+def test_another_conversion_after_the_plan(source, tmp_path):
+    """A plan for a place where another conversion has begun since, or ended, is refused and changes
+    nothing there."""
+    plan = make_plan(Request(str(source), tmp_path, MIXED))
+    other = make_plan(Request(str(source), tmp_path, Formats()))
+    work = WorkDirectory(tmp_path)
+    write_manifest(work.manifest, other.manifest)
+    work.unlock()
+    before = tree(tmp_path)
+    with pytest.raises(UsageError, match="another run has worked here since this was planned; run"):
+        execute(plan)
+    assert tree(tmp_path) == before
+    execute(other)
+    before = tree(tmp_path)
+    with pytest.raises(UsageError, match="was begun with --dense"):
+        execute(plan)
+    assert tree(tmp_path) == before and not (tmp_path / ".conversion").exists()
+
+
+def test_a_lock_that_is_gone(tmp_path, monkeypatch):
+    """A lock file that its run removed after it was opened here, before it was locked, is none."""
+    work, flock = WorkDirectory(tmp_path), fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        work.remove()
+        work.unlock()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(UsageError, match="another conversion has just ended here; run it again"):
+        WorkDirectory(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("more", [0, 1, 4])
+def test_ctrl_c_again_and_again(source, tmp_path, whole, monkeypatch, more):
+    """However often Ctrl-C comes, no file is closed while a thread still writes it, and the next
+    run completes to the same bytes."""
+    writing, go = threading.Event(), threading.Event()
+    write, fetch, left = runner.write_at, runner.Runner._fetch, [KeyboardInterrupt] * more
+    pools, files = [], []
+
+    class Pool(ThreadPoolExecutor):
+        """Lets the writer go on when it is waited for, unless Ctrl-C ends the waiting."""
+
+        def shutdown(self, *args, **options):
+            pools.append(self)
+            if left:
+                raise left.pop()
+            go.set()
+            super().shutdown(*args, **options)
+
+    def held(handle: int, offset: int, view: memoryview) -> None:
+        writing.set()
+        go.wait()
+        files.append(os.path.realpath(f"/proc/self/fd/{handle}"))
+        write(handle, offset, view)
+
+    def first(self, number: int, window) -> None:
+        if window._flight:
+            assert writing.wait(60)
+            raise KeyboardInterrupt
+        fetch(self, number, window)
+
+    def second(window) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "ThreadPoolExecutor", Pool)
+        patch.setattr(runner, "write_at", held)
+        patch.setattr(runner.Runner, "_fetch", first)
+        patch.setattr(runner._Window, "abandon", second)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, tmp_path, threads=1)
+        go.set()
+        for pool in pools:
+            ThreadPoolExecutor.shutdown(pool)
+    assert files and all(path.endswith(".safetensors.partial") for path in files)
+    run(source, tmp_path)
+    assert tree(tmp_path) == whole
+
+
 def test_a_lost_file_is_made_again(source, tmp_path, whole):
     """A finished conversion from which a file was removed makes that file alone; one that is whole
     makes nothing; another source is refused."""
@@ -259,6 +366,55 @@ def test_torn_journal(tmp_path):
     journal.append({3: (9,)})
     journal.close()
     assert load_journal(path)[0] == {1: (7, 0xFFFFFFFF), 2: (), 3: (9,)}
+
+
+def test_failed_append(tmp_path, monkeypatch):
+    """An append that fails, even after a torn line was cut off, leaves the journal as it was; what
+    is appended after it counts."""
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append({1: (7,)})
+    journal.close()
+    good = path.read_bytes()
+    path.write_bytes(good + b"x" * 40)
+    journal = Journal(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails(errno.ENOSPC))
+        with pytest.raises(ContainerError, match=f"{path}: cannot be written"):
+            journal.append({2: (8,)})
+    assert path.read_bytes() == good
+    journal.append({3: (9,)})
+    journal.close()
+    assert load_journal(path)[0] == {1: (7,), 3: (9,)}
+
+
+def fails(number: int):
+    """A call that the kernel answers with this error."""
+
+    def call(*_):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "no space is left on the disk. Nothing is lost: free some and run the same"),
+        (errno.EACCES, "cannot be written: Permission denied"),
+    ],
+)
+def test_file_that_cannot_be_made(source, tmp_path, monkeypatch, number, message):
+    """A partial file that cannot be made ends the conversion with its name and the way on."""
+    call = os.open
+
+    def watched(path, *args, **options) -> int:
+        action = fails(number) if str(path).endswith(".safetensors.partial") else call
+        return action(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", watched)
+    with pytest.raises(ContainerError, match=rf"\.conversion/\S+\.safetensors\.partial: {message}"):
+        run(source, tmp_path)
 
 
 def test_manifest_of_another_version(source, tmp_path):

@@ -9,11 +9,19 @@ from colibri.checkpoint import INDEX
 from colibri.convert import sides
 from colibri.convert.checks import check_finished, require_live_halves
 from colibri.convert.hub import clear_leftovers
-from colibri.convert.manifest import RECORD, Journal, WorkDirectory, record_text, write_manifest
+from colibri.convert.manifest import (
+    RECORD,
+    Journal,
+    WorkDirectory,
+    read_manifest,
+    record_text,
+    write_manifest,
+)
 from colibri.convert.plan import Plan, Request
-from colibri.convert.planner import make_plan
+from colibri.convert.planner import make_plan, progress
 from colibri.convert.runner import UNIT_BYTES, Report, Runner
 from colibri.convert.shelf import Directory, Shelf, Stream
+from colibri.errors import UsageError
 from colibri.layout import Formats
 from colibri.memory import physical_cores
 from colibri.writer import write_file
@@ -72,6 +80,7 @@ def execute(
     require_live_halves(plan)
     work = WorkDirectory(request.target)
     try:
+        _require_as_planned(plan, work)
         _begin(plan, work)
         sides.write(plan.sides, request.target)
         journal, shelf = Journal(work.journal), _shelf(plan, work)
@@ -89,6 +98,31 @@ def execute(
     finally:
         work.unlock()
     return Outcome(summary, [*plan.warnings, *warnings])
+
+
+def _require_as_planned(plan: Plan, work: WorkDirectory) -> None:
+    """UsageError when another run has changed the target since it was planned, before the lock."""
+    if plan.request.replace:
+        return  # whatever is there goes
+    same = False
+    try:
+        same = _is_as_planned(plan, work)
+    finally:
+        if not same and not work.manifest.exists():
+            work.remove()  # just made: with it a finished directory would not be opened
+    if not same:
+        raise UsageError(
+            f"{plan.request.target}: another run has worked here since this was planned; "
+            "run it again"
+        )
+
+
+def _is_as_planned(plan: Plan, work: WorkDirectory) -> bool:
+    held = read_manifest(work.manifest)
+    if held is not None and not held.is_same(plan.manifest):
+        return False
+    now = progress(plan.request, plan.manifest, plan.files, plan.jobs)
+    return now == (plan.finished, plan.done)
 
 
 def _begin(plan: Plan, work: WorkDirectory) -> None:

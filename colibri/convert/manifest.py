@@ -89,6 +89,11 @@ class Manifest:
         )
         return cls(parameters, origin, config, files, headers)
 
+    def is_same(self, other: Manifest) -> bool:
+        """Whether both promise the same bytes; where the source lies does not matter."""
+        names = ("parameters", "config", "files", "jobs")  # the headers go with the files' digests
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def checkpoint(self, directory: Path) -> Checkpoint:
         """The source as it was described when the conversion began, in `directory`."""
         shards = []
@@ -167,8 +172,8 @@ class Journal:
             {str(job): "".join(f"{s:08x}" for s in sums) for job, sums in jobs.items()},
             separators=(",", ":"),
         ).encode()
+        begin = os.fstat(self._file.fileno()).st_size  # tell() knows no truncation
         try:
-            begin = self._file.tell()
             line = memoryview(b"%s %08x\n" % (text, zlib.crc32(text)))
             while line:
                 line = line[self._file.write(line) :]
@@ -217,6 +222,9 @@ class WorkDirectory:
         except OSError as why:
             os.close(self._lock)
             raise UsageError(f"{target}: another conversion is writing here; let it end") from why
+        if not os.fstat(self._lock).st_nlink:  # its run removed it: such a lock keeps nobody out
+            os.close(self._lock)
+            raise UsageError(f"{target}: another conversion has just ended here; run it again")
 
     @property
     def manifest(self) -> Path:

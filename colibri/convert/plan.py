@@ -156,7 +156,7 @@ class Plan:
         request = self.request
         if self.hub or not request.delete_source:
             return False
-        return Path(request.source).stat().st_dev == _existing(request.target).stat().st_dev
+        return Path(request.source).stat().st_dev == existing(request.target).stat().st_dev
 
     def require_room(self) -> None:
         """UsageError naming the shortfall when the target's disk is too small."""
@@ -173,11 +173,11 @@ class Plan:
 
 def free_bytes(path: Path) -> int:
     """What an ordinary user can still write on a path's disk."""
-    disk = os.statvfs(_existing(path))
+    disk = os.statvfs(existing(path))
     return disk.f_bavail * disk.f_frsize
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The path, or the nearest directory above it that exists."""
     path = path.absolute()
     while not path.exists():

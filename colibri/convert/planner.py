@@ -35,6 +35,7 @@ from colibri.errors import ConfigError, ContainerError, UsageError
 from colibri.layout import Formats
 from colibri.resolve import is_own
 from colibri.shard import read_shard
+from colibri.state import PARTIAL
 from colibri.strictjson import parse_object
 
 ENCODER = "2"  # bits of the encoders: a conversion must not mix two versions
@@ -72,7 +73,7 @@ def make_plan(request: Request) -> Plan:
     files = _files(request, source)
     jobs = _ordered(files)
     manifest = _with_jobs(target, manifest, files, jobs, old)
-    finished, done = _progress(request, manifest, files, jobs)
+    finished, done = progress(request, manifest, files, jobs)
     warnings = [*source.notes, *side_files.missing(sides, request.source)]
     plan = Plan(request, manifest, source, files, jobs, done, finished, sides, tuple(warnings), hub)
     if hub is None:
@@ -264,7 +265,7 @@ def _with_jobs(
     return replace(manifest, jobs=digest.hexdigest())
 
 
-def _progress(
+def progress(
     request: Request, manifest: Manifest, files: Sequence[TargetFile],
     jobs: Sequence[tuple[int, Job]],
 ) -> tuple[frozenset[int], dict[int, tuple[int, ...]]]:  # fmt: skip
@@ -291,7 +292,7 @@ def _progress(
     whole = {
         number
         for number, file in enumerate(files)
-        if _size(work / f"{file.name}.partial") == file.image.size
+        if _size(work / f"{file.name}{PARTIAL}") == file.image.size
     }
     return finished, {n: sums for n, sums in done.items() if jobs[n][0] in whole}
 

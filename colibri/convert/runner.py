@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,29 +82,33 @@ class Runner:
     def run(self) -> None:
         """Run everything. On any error, what is complete is recorded first."""
         self._tell()
+        try:
+            self._complete()
+            with _pool(self._threads, "convert") as pool, _pool(1, "commit") as committer:
+                self._run_pending(_Window(self, pool, committer))
+        finally:  # the pools have ended: a number closed under a thread may become another file's
+            self.reader.close()
+            for partial in self._partials.values():
+                partial.close()
+
+    def _complete(self) -> None:
+        """What a run before this one had all the bytes for, and did not come to."""
         for number in self._partials:
             if not self._left[number]:  # all its jobs were done, but not its renaming
                 self._finish(number)
         for shard in {e.shard for _, job in self.plan.jobs for e in job.extents}:
             if not self._uses[shard]:  # nor its release
                 self.shelf.release(shard)
-        with (
-            ThreadPoolExecutor(self._threads, "convert") as pool,
-            ThreadPoolExecutor(1, "commit") as committer,
-        ):
-            window = _Window(self, pool, committer)
-            try:
-                for number, closes in self._units():
-                    self._fetch(number, window)
-                    window.add(number, closes)
-                window.drain()
-            except BaseException:
-                window.abandon()
-                raise
-            finally:
-                self.reader.close()
-                for partial in self._partials.values():
-                    partial.close()
+
+    def _run_pending(self, window: _Window) -> None:
+        try:
+            for number, closes in self._units():
+                self._fetch(number, window)
+                window.add(number, closes)
+            window.drain()
+        except BaseException:
+            window.abandon()
+            raise
 
     def _units(self) -> Iterator[tuple[int, bool]]:
         """Pending jobs, and whether a group ends with each: by size, or because it completes a file
@@ -207,6 +212,24 @@ class Runner:
             self._report(Progress(self._done, total, self._written, seconds, self._here))
 
 
+@contextmanager
+def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads that have ended when the block has, however often Ctrl-C comes meanwhile."""
+    pool = ThreadPoolExecutor(threads, name)
+    try:
+        yield pool
+    finally:
+        _end(pool)
+
+
+def _end(pool: ThreadPoolExecutor) -> None:
+    try:
+        pool.shutdown(cancel_futures=True)
+    except KeyboardInterrupt:
+        _end(pool)
+        raise
+
+
 class _Window:
     """Jobs in flight, collected in order, and handed to the committer group by group."""
 
@@ -285,8 +308,8 @@ class Partial:
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; ContainerError with the way on when the disk is full."""
-        handle = self._open()
         try:
+            handle = self._open()
             with self._turn:  # the kernel has a second writer of a file spin
                 write_at(handle, offset, view)
         except OSError as why:
