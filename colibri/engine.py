@@ -8,6 +8,7 @@ print(turn.receipt)
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +22,7 @@ from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ContextFull, UsageError
 from colibri.knobs import Settings
-from colibri.memory import RESERVE, budget, physical_cores
+from colibri.memory import RESERVE, Budget, budget, physical_cores
 from colibri.mirror import directories
 from colibri.model import PILOT_SLOTS, Model
 from colibri.paths import expanded
@@ -108,21 +109,28 @@ class Engine:
             threads=settings.threads or physical_cores(),
             isa=settings.isa,
             mtp=mtp,
-            progress=progress and (lambda done, total: progress("loading layer", done, total)),
+            load=False,
         )
         rows = rows_of(container.bytes, memory.bytes)
         engine = cls(container, model, settings, size, rows)
-        quarter = (memory.bytes - model.dense_bytes - RESERVE) // 4
-        fit = max(1, min(4, quarter // engine.slot.session.bytes))
-        engine.conversations = conversations or fit
+        engine._divide(memory, conversations)  # a refusal comes before what takes minutes
+        model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
-        engine.plan = make_plan(
-            engine.demand(), memory.bytes, settings.io, RESERVE, lambda: choose(container, state)
-        )
+        engine.plan = engine._divide(memory, conversations, lambda: choose(container, state))
         pilot = "router" if engine.plan.pilot else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
         return engine
+
+    def _divide(
+        self, memory: Budget, conversations: int | None, streamed: Callable[[], str] | None = None
+    ) -> Plan:
+        """What goes where; UsageError when it does not fit. `streamed` as make_plan has it."""
+        dense = self.demand().dense
+        fit = (memory.bytes - dense - RESERVE) // 4 // self.slot.session.bytes
+        self.conversations = conversations or max(1, min(4, fit))
+        how = {"streamed": streamed} if streamed else {}
+        return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, **how)
 
     @property
     def notes(self) -> list[str]:
@@ -133,7 +141,7 @@ class Engine:
         """What the model and its slots ask for."""
         config = self.container.config
         return Demand(
-            dense=self.model.dense_bytes,
+            dense=self.model.dense_bytes or context.dense_bytes(self.container, self.model.has_mtp),
             session=self.slot.session.bytes * self.conversations,
             container=self.container.bytes,
             experts=config.n_routed_experts,

@@ -284,7 +284,10 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     floats += 10 * threads * context  # 8-byte order, scores of 8 heads
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
     floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden
+    chosen = n * config.num_experts_per_tok
+    floats += n * config.qk_rope_head_dim + chosen * (3 + 2 * (shape.sparse_layers + shape.mtp))
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
+    quantised += ROW_BLOCK * heads * config.kv_lora_rank
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
     quantised *= 2  # in two orders; beside 64 inputs two floats
     return context * shape.token_bytes + 4 * floats + quantised * 9 // 8

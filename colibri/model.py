@@ -67,9 +67,10 @@ class Model:
         threads: int = 1,
         isa: str | None = None,
         mtp: bool = True,
-        progress: Progress | None = None,
+        load: bool = True,
     ) -> "Model":
-        """Map the shards, load the dense part layer by layer. CoreError names file or tensor."""
+        """Map the shards and load the dense part, or leave that to `load`. CoreError names file or
+        tensor."""
         has_mtp = mtp and container.has_mtp
         error = ffi.new("clb_error *")
         out = ffi.new("clb_model **")
@@ -86,8 +87,9 @@ class Model:
                 name = os.fsencode(path)
                 check(lib.clb_model_add_copy(model.handle, number, drive, name, error), error)
         model._describe(error)
-        model._load(error, progress)
         model.set_residency("mmap", 0)
+        if load:
+            model.load()
         return model
 
     def set_residency(self, io: str, slots_per_layer: int, pilot: str = "off") -> None:
@@ -165,7 +167,9 @@ class Model:
         number = getattr(lib, f"CLB_{role.upper()}")
         check(lib.clb_model_set(self.handle, layer, number, tensor, error), error)
 
-    def _load(self, error: Any, progress: Progress | None) -> None:
+    def load(self, progress: Progress | None = None) -> None:
+        """Read the dense part into memory, layer by layer; CoreError names the file."""
+        error = ffi.new("clb_error *")
         size = ffi.new("int64_t *")
         for done, layer in enumerate(range(-1, self.layers)):
             check(lib.clb_model_load(self.handle, layer, size, error), error)

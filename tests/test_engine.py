@@ -16,6 +16,7 @@ from colibri.engine import Engine
 from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
+from colibri.model import Model
 from colibri.session import STREAMED_ROWS
 from colibri.turn import Turn
 
@@ -114,6 +115,14 @@ def test_cancelled_in_the_middle_of_a_prompt(engine):
     again = engine.answer(engine.chat(long), slot, max_tokens=8)
     fresh = engine.answer(engine.chat(long), engine.new_slot(), max_tokens=8)
     assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 256
+
+
+@pytest.mark.parametrize("ram", ["100M", "103M"])
+def test_what_does_not_fit_is_not_loaded(ram, monkeypatch):
+    """Too little memory is told before the dense part is read, which may take minutes."""
+    monkeypatch.setattr(Model, "load", lambda self, progress: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match=f"do not fit {ram[:3]} MiB"):
+        Engine.open(Settings.resolve({"ram": ram, "io": "direct"}, {}))
 
 
 @pytest.mark.parametrize("mode", ["rejection", "probabilistic"])
