@@ -40,6 +40,8 @@ def model_directory(settings: Settings) -> Path:
     """The model that was named, else the demo; UsageError when it is no directory."""
     if settings.model is None:
         return demo.MODEL
+    if not settings.model.strip():
+        raise UsageError("MODEL is empty (a variable not set?); leave it out to run the demo")
     path = expanded(settings.model, "MODEL")
     if path.is_dir():
         return path

@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from colibri.amounts import gigabytes, plural
@@ -103,9 +102,11 @@ def _run(
     import uvicorn
 
     from colibri.server.app import make_app
+    from colibri.server.log import Log
     from colibri.server.service import Service
 
-    service = Service(engine, lambda text: _tell(terminal, text), resident.stop)
+    log = Log(terminal.note)
+    service = Service(engine, log.tell, resident.stop)
     service.scheduler.start()
     if settings.warm is None:
         resident.start()  # until the first request
@@ -128,13 +129,8 @@ def _run(
         resident.stop()
         if service.scheduler.join(GRACE):
             resident.save()
+        log.close(1)
     return Exit.OK
-
-
-def _tell(terminal: Terminal, text: str) -> None:
-    """A line of the log; a log that nobody takes stops no answer."""
-    with suppress(OSError, ValueError):
-        terminal.note(text)
 
 
 def _server(uvicorn: Any, config: Any, service: Service, ready: Callable[[], None]) -> Any:

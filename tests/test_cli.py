@@ -74,6 +74,13 @@ def test_errors(command, stray, arguments, status, message):
     assert message in result.err
 
 
+def test_a_model_from_a_variable_that_is_not_set(command):
+    """`colibri run "$MODEL"` must not take the current directory, nor the demo, for the model."""
+    for name in ("", " "):
+        result = command("run", name, "-p", "Hi")
+        assert result.status == 2 and "MODEL is empty (a variable not set?)" in result.err
+
+
 def test_a_prompt_that_is_an_option(command):
     """It can be written, behind an equals sign."""
     greedy = ("-n", "3", "--temp", "0")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,9 +17,11 @@ import pytest
 from serving import open_engine
 from test_run import environment
 
+from colibri.errors import UsageError
 from colibri.knobs import Settings
 from colibri.serve_cli import announce, is_loopback
 from colibri.server.guard import Guard
+from colibri.server.log import Log
 
 LIMIT = 60
 
@@ -169,6 +172,12 @@ def test_origins_that_are_none(command, origins):
     assert repr(origins.split(", ")[-1]) in result.err and "https://app.example" in result.err
 
 
+def test_hosts_with_a_star():
+    """A name with a star would match no host, so it is refused."""
+    with pytest.raises(UsageError, match="--allow-host has '\\*', which matches no host"):
+        Guard.of(Settings.resolve({"allow_host": "box.lan, *"}, {}))
+
+
 def test_origins():
     """Origins are taken as browsers write them; * stands for all."""
     given = "https://App.example/, http://127.0.0.1:3000,http://[::1]:80,null, app://obsidian.md,"
@@ -203,3 +212,39 @@ def test_announcement(flags, drafter):
     text = announce(engine.settings, engine, ("0.0.0.0", 80), "m")
     assert f"drafts: {drafter}" in text and "2 conversations at once" in text
     assert "http://127.0.0.1:80/v1" in text
+
+
+def test_a_log_that_nobody_reads_delays_nobody():
+    """Lines wait while the first cannot be written; what is too many is lost, and told."""
+    written: list[str] = []
+    reading, taken = threading.Event(), threading.Event()
+
+    def write(line: str) -> None:
+        taken.set()
+        assert reading.wait(60)
+        written.append(line)
+
+    log = Log(write, most=3)
+    log.tell("0")
+    assert taken.wait(60)
+    for number in range(1, 6):  # would never return if it waited
+        log.tell(str(number))
+    reading.set()
+    log.close(60)
+    assert written == ["0", "1\n(2 lines before this one were not taken)", "2", "3"]
+
+
+def test_a_log_that_cannot_be_written():
+    """An error of the stream loses the line and not the thread."""
+    written: list[str] = []
+
+    def write(line: str) -> None:
+        if line == "bad":
+            raise OSError
+        written.append(line)
+
+    log = Log(write)
+    for line in ("one", "bad", "two"):
+        log.tell(line)
+    log.close(60)
+    assert written == ["one", "two"]

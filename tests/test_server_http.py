@@ -280,6 +280,14 @@ def test_body_that_never_comes(server):
     assert server.service.scheduler.active == 0
 
 
+def test_a_length_that_is_too_much(server):
+    """A body that is promised to be too long is refused before it is sent."""
+    with closing(server.connect()) as sock:
+        fields = f"host: localhost\r\ncontent-length: {10**12}\r\ncontent-type: application/json"
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode())
+        assert b" 413 " in read_until(sock, b"\r\n")
+
+
 def test_odd_messages(server):
     """Only a system message, whitespace, empty text: answered, not refused."""
     for messages in (

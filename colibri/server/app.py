@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -215,11 +216,17 @@ def _answer(whole: Whole, outcome: Any, shape: Shape, reply: Reply) -> Response:
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
+    promised = request.headers.get("content-length", "")
+    _require_size(int(promised) if re.fullmatch(r"\d{1,30}", promised, re.ASCII) else 0)
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise Refusal(f"the body has more than {MOST_BYTES} bytes.", status=413)
+        _require_size(len(body))
     return bytes(body)
+
+
+def _require_size(nbytes: int) -> None:
+    if nbytes > MOST_BYTES:
+        raise Refusal(f"the body has more than {MOST_BYTES} bytes.", status=413)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

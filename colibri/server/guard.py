@@ -41,8 +41,11 @@ class Guard:
     def of(cls, settings: Settings) -> Guard:
         """From the knobs; the machine's own names and the address bound to are always known.
 
-        UsageError when --allow-origin has what no browser would send.
+        UsageError when --allow-origin or --allow-host has what no client would send.
         """
+        odd = next((name for name in _list(settings.allow_host) if "*" in name), None)
+        if odd:
+            raise UsageError(f"--allow-host has {odd!r}, which matches no host; give whole names")
         own = {"localhost", socket.gethostname().lower(), settings.host.lower()}
         hosts = own | {name.lower() for name in _list(settings.allow_host)}
         origins = frozenset(map(_origin, _list(settings.allow_origin)))

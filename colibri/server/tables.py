@@ -227,6 +227,7 @@ CHAT = (
     Field("store", Only((False,)), "Nothing is stored."),
     Field("service_tier", Only(("auto", "default")), "There is one."),
     Field("modalities", Only((["text"],)), "Text is the only one."),
+    Field("verbosity", Only(("medium",)), "Not supported."),
     Field("prompt_cache_key", Text(), "Accepted; prefixes are found without it."),
     Field("safety_identifier", Text(), "As user."),
 )
