@@ -226,7 +226,11 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target", type=Path, help="directory to write")
-    parser.add_argument("--shape", choices=SHAPES, default="glm-bench-8g")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="glm-bench-8g",
+        help="glm-bench-8g (default): 24 layers, 10 GB; glm-bench-19m: three sparse layers with "
+        "experts of 20 MB, as GLM-5.2 has them, 4.6 GB",
+    )  # fmt: skip
     parser.add_argument("--experts", default="int4-g64", help="int4-g64 (default), int4-row, int8")
     parser.add_argument("--dense", default="int4-g64", help="everything else (default int4-g64)")
     parser.add_argument("--mtp", default="int8", help="the MTP layer (default int8)")
