@@ -15,7 +15,7 @@ import click
 from colibri import knobs
 from colibri.amounts import data_size, duration, plural
 from colibri.cli import Command, knob_options, settings_of
-from colibri.errors import Exit, UsageError
+from colibri.errors import ContainerError, Exit, UsageError
 from colibri.knobs import Settings
 from colibri.terminal import Terminal, is_terminal
 
@@ -198,6 +198,18 @@ def _formats(given: dict[str, str | None]) -> Formats | None:
 
 
 def _run(request: Request, dry_run: bool, threads: int | None, check: Path | None) -> int:
+    from colibri.convert.hub import Unfetched
+    from colibri.convert.manifest import has_begun
+
+    try:
+        return _carry_out(request, dry_run, threads, check)
+    except Unfetched as why:
+        if dry_run or request.replace or not has_begun(request.target):
+            raise  # nothing is done, or the same command would do it again
+        raise ContainerError(f"{why}: what is done is kept") from why
+
+
+def _carry_out(request: Request, dry_run: bool, threads: int | None, check: Path | None) -> int:
     from colibri.convert.conversion import execute
     from colibri.convert.planner import make_plan
 
@@ -247,7 +259,7 @@ def plan_text(plan: Plan) -> str:
     for part, nbytes in plan.parts().items():
         lines.append(f"  {part:<14} {nbytes:>16}")
     lines.append(f"  {'in all':<14} {plan.final_bytes:>16}  {data_size(plan.final_bytes)}")
-    free, needed = free_bytes(plan.request.target), plan.needed()
+    free, needed = free_bytes(plan.request.target), plan.needed_free()
     lines.append(f"  needed now {data_size(needed)}, free {data_size(free)}")
     if plan.final_bytes > plan.source_bytes:
         lines.append("  the result is larger than the source")

@@ -29,6 +29,7 @@ from colibri.state import (
     entries,
     failed,
     make_directory,
+    open_lock,
     read_document,
     write_document,
     writing,
@@ -196,7 +197,7 @@ class Saved:
         with suppress(StateError):
             make_directory(self.directory)
         try:
-            self._lock = (self.directory / "lock").open("ab")
+            self._lock = open_lock(self.directory / "lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()

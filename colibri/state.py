@@ -68,11 +68,17 @@ def failed(path: Path, action: str, why: OSError) -> StateError:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and those above it, for this user alone."""
+    """Create a directory and those above it, each for this user alone; what is there stays so."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (*reversed(path.parents), path):  # mkdir's mode is not for its parents
+            directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as why:
         raise failed(path, "made", why) from why
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """A file to hold a lock on, made for this user alone when it is not there."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def entries(path: Path) -> list[Path]:

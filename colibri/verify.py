@@ -21,7 +21,7 @@ from colibri.convert.checks import dead_half, zero_half_warning
 from colibri.convert.manifest import RECORD, WORK, read_record
 from colibri.convert.planner import open_contents
 from colibri.convert.sides import EXPECTED
-from colibri.errors import ColibriError, ContainerError
+from colibri.errors import ColibriError, ConfigError, ContainerError
 from colibri.mirror import open_mirror
 from colibri.shard import Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object
@@ -29,6 +29,7 @@ from colibri.tokenizer import Tokenizer
 
 CONFIG, TOKENIZER = EXPECTED[:2]
 _READ = 1 << 23  # bytes read at a time
+_SAID = "Hello"  # a conversation to try the template on
 Report = Callable[[int, int], None]  # (bytes read, of how many)
 
 
@@ -172,7 +173,7 @@ def _check_contents(verdict: Verdict) -> None:
 def _check_words(verdict: Verdict) -> None:
     """What reads and writes text must be able to open; without a tokenizer nothing does."""
     directory = verdict.directory
-    checks: list[Callable[[Path], Any]] = [Template.load, generation.recommended]
+    checks: list[Callable[[Path], Any]] = [_check_template, generation.recommended]
     if (directory / TOKENIZER).exists():
         checks.append(_check_tokenizer)
     for check in checks:
@@ -184,6 +185,15 @@ def _check_words(verdict: Verdict) -> None:
             known = verdict.faults and sentence.startswith(str(directory / CONFIG))
             if not known and sentence not in verdict.faults:
                 verdict.faults.append(sentence)
+
+
+def _check_template(directory: Path) -> None:
+    template = Template.load(directory)
+    if _SAID not in template.text([{"role": "user", "content": _SAID}]):
+        raise ConfigError(
+            f"{template.name}: makes nothing of what is said to it; restore it from the model's "
+            "repository"
+        )
 
 
 def _check_tokenizer(directory: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import fp8
 import pytest
@@ -116,6 +118,18 @@ def test_progress_where_nobody_watches(command, source, tmp_path, monkeypatch):
     done = command("convert", str(source), str(tmp_path / "out"))
     lines = [line for line in done.err.splitlines() if line.startswith("converting ")]
     assert lines and re.fullmatch(r"converting 100% \d/\d MB [\d.]+ [MG]B/s, 0 s to go", lines[-1])
+
+
+def test_progress_of_a_long_conversion(command, tmp_path, monkeypatch):
+    """Every half minute at most one line says how far it is, from the plan to the end."""
+    names = [f"model-{k:05}-of-00006.safetensors" for k in range(1, 7)]
+    source = shardkit.directory(tmp_path / "source", shardkit.split(shardkit.weights(), names))
+    now = itertools.count(0, 20)
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr(convert_cli, "time", clock)
+    done = command("convert", str(source), str(tmp_path / "out"), "--threads", "1")
+    percents = [int(p) for p in re.findall(r"^converting (\d+)% ", done.err, re.MULTILINE)]
+    assert len(percents) >= 2 and percents == sorted(percents) and 0 < percents[0] < 100
 
 
 def test_check_of_fp8(command, tmp_path):

@@ -53,13 +53,13 @@ def tree(directory: Path) -> dict[str, bytes]:
     }
 
 
-def start(hub: fakehub.Hub, target: Path, home: Path) -> subprocess.Popen[str]:
+def start(hub: fakehub.Hub, target: Path, home: Path, *more: str) -> subprocess.Popen[str]:
     """The command, in a process of its own: huggingface_hub reads its environment once."""
     code = "import sys; from colibri.convert import hub; hub._PAUSE = 0.01; \
 from colibri.cli import main; sys.exit(main(sys.argv[1:]))"
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
-    command = [sys.executable, "-c", code, "convert", ADDRESS, str(target), "--threads", "1"]
+    command = [sys.executable, "-c", code, "convert", ADDRESS, str(target), "--threads", "1", *more]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -151,8 +151,25 @@ def test_what_does_not_pass(source, tmp_path):
     hub.close()
     assert process.returncode == 1
     assert f"{name(3)} could not be fetched: arrived damaged" in errors
-    assert "run the same command again" in errors
+    assert "; run the same command again: what is done is kept\n" in errors
     assert (target / ".conversion" / "journal").stat().st_size > 0
+
+
+def test_nothing_is_kept_where_nothing_was_done(source, tmp_path):
+    """A hub that cannot be reached, or whose first shard does not come: nobody is told that what is
+    done is kept, nor is a dry run, even where something was done."""
+    hub, target = fakehub.Hub(source), tmp_path / "out"
+    hub.trouble = lambda method, file, count: "damage" if "00001-" in file and count > 1 else ""
+    errors = [start(hub, target, tmp_path / "home").communicate(timeout=60)[1]]
+    hub.trouble = lambda method, file, count: "damage" if "00003-" in file and count > 1 else ""
+    kept = start(hub, target, tmp_path / "home").communicate(timeout=60)[1]
+    assert "what is done is kept" in kept
+    hub.close()
+    for place, more in ((tmp_path / "new", ()), (target, ("--dry-run",)), (target, ("--replace",))):
+        errors.append(start(hub, place, tmp_path / "home", *more).communicate(timeout=60)[1])
+    for text in errors:
+        assert "could not be fetched: " in text and "run the same command again" in text
+        assert "is kept" not in text
 
 
 def test_addresses(monkeypatch):

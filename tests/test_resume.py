@@ -19,7 +19,7 @@ import pytest
 import shardkit
 
 from colibri.container import Container
-from colibri.convert import runner
+from colibri.convert import convert_directory, runner
 from colibri.convert.conversion import execute
 from colibri.convert.manifest import Journal, WorkDirectory, load_journal, write_manifest
 from colibri.convert.plan import Request
@@ -30,6 +30,7 @@ from colibri.layout import Formats
 from colibri.quantize import bf16_from_f32
 
 MIXED = Formats(*map(Format.parse, ("int4-g32", "int8-f32", "int8", "int8-g16")))
+SMALLER = Formats(*[Format.parse("int4-g64")] * 4)
 UNIT = 30_000  # bytes of source: many groups in a small checkpoint
 SHARDS = 3
 _BF16 = {name: bf16_from_f32(array) for name, array in shardkit.weights().items()}
@@ -348,6 +349,49 @@ def test_strangers_are_not_overwritten(source, tmp_path):
     with pytest.raises(UsageError, match="already holds experts-00001"):
         run(source, tmp_path)
     run(source, tmp_path, replace=True)
+
+
+def shrink_disk(monkeypatch, target: Path, size: int) -> None:
+    """Have the target's disk hold `size` bytes, of which its own files take their blocks."""
+
+    def free(_: Path) -> int:
+        held = sum(p.lstat().st_blocks * 512 for p in target.rglob("*") if p.is_file())
+        return max(0, size - held)
+
+    monkeypatch.setattr("colibri.convert.plan.free_bytes", free)
+
+
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.7, 0.9])
+def test_room_for_the_first_run_is_room_for_the_next(source, tmp_path, monkeypatch, whole, part):
+    """On a disk with exactly the room that was asked for, what was cut off goes on, whatever its
+    half-written files hold."""
+    target = tmp_path / "out"
+    plan = make_plan(Request(str(source), target, MIXED))
+    shrink_disk(monkeypatch, target, plan.needed())
+    last = int(events_of(source, tmp_path / "count") * part)
+    assert crash.in_child(lambda: execute(plan, 1), crash.Disk(last)) == crash.KILLED
+    run(source, target)
+    assert tree(target) == whole
+
+
+def test_room_of_what_is_replaced(source, tmp_path, monkeypatch, whole):
+    """--replace needs no room beside the files that it deletes; those with a second name free none,
+    and one byte too few leaves the old container as it was."""
+    target = tmp_path / "out"
+    size = make_plan(Request(str(source), target, MIXED)).needed()
+    convert_directory(source, target, SMALLER)
+    before = tree(target)
+    shrink_disk(monkeypatch, target, size - 1)
+    with pytest.raises(UsageError, match=r": 1 B short; free some"):
+        run(source, target, replace=True)
+    shrink_disk(monkeypatch, target, size)
+    os.link(target / "experts-00001-of-00001.safetensors", tmp_path / "link")
+    with pytest.raises(UsageError, match=r"are needed and .* are free: .* short"):
+        run(source, target, replace=True)
+    assert tree(target) == before
+    (tmp_path / "link").unlink()
+    run(source, target, replace=True)
+    assert tree(target) == whole
 
 
 def test_torn_journal(tmp_path):

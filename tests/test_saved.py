@@ -81,6 +81,22 @@ def save(state: State, session: Session, name: str = "it") -> Saved:
 # ---- what comes back ----------------------------------------------------------------------------
 
 
+def test_a_save_is_for_its_user_alone(state, session):
+    """A fresh state directory, all directories below it and every file are for their user alone."""
+    old = os.umask(0o022)
+    try:
+        place = Saved(state, "it", session.model.container, DIGEST)
+        place.open()
+        place.save(session, {})
+        place.close()
+    finally:
+        os.umask(old)
+    made = [state.root, *state.root.rglob("*")]
+    assert {path.name for path in made} >= {"state", "sessions", "it", "lock", DOCUMENT, "rows-1"}
+    for path in made:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
 @pytest.mark.parametrize(
     "settings",
     [

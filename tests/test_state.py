@@ -8,7 +8,7 @@ import time
 import pytest
 
 from colibri.errors import StateError, UsageError
-from colibri.state import PARTIAL, State, writing
+from colibri.state import PARTIAL, State, make_directory, open_lock, writing
 
 
 def test_two_writers_at_once(tmp_path):
@@ -44,6 +44,27 @@ def test_what_killed_writers_leave(tmp_path):
     with writing(tmp_path / "file") as file:
         file.write(b"whole")
     assert {path.name for path in tmp_path.iterdir()} == {"file", young.name, others.name}
+
+
+def mode(path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_what_is_made_is_for_its_user_alone(tmp_path):
+    """Every directory that is made is 0700, whatever lies above it, and one that was there keeps
+    its mode; a lock is 0600."""
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o755)
+    old = os.umask(0o022)
+    try:
+        make_directory(there / "state" / "sessions" / "it")
+        open_lock(there / "state" / "lock").close()
+    finally:
+        os.umask(old)
+    assert mode(there) == 0o755 and mode(there / "state" / "lock") == 0o600
+    made = [there / "state", there / "state" / "sessions", there / "state" / "sessions" / "it"]
+    assert [mode(path) for path in made] == [0o700] * 3
 
 
 def test_a_home_that_is_not_there():

@@ -194,6 +194,20 @@ def test_files_beside_the_weights(command, copy, name, damage, message):
     assert told.status == Exit.ERROR and message in told.err
 
 
+@pytest.mark.parametrize("source", ["", "\n\n", "[gMASK]<sop>", "{% for m in messages %}"
+                                              "{{ m.role }}{% endfor %}"])  # fmt: skip
+def test_a_template_that_says_nothing(copy, source):
+    """A template that compiles and shows nothing of a conversation is a fault; one that cannot
+    render it is too."""
+    path = copy / "chat_template.jinja"
+    path.write_text(source)
+    assert faults(copy).startswith(f"{path}: makes nothing of what is said to it")
+    path.write_text("{{ raise_exception('never') }}")
+    assert f"{path}: the chat template cannot render" in faults(copy)
+    path.write_text("{{ messages[0].content }}")
+    assert verify(copy).is_whole
+
+
 def grow(path: Path) -> None:
     """One token more than the model has rows."""
     raw = json.loads(path.read_text())

@@ -21,6 +21,10 @@ _PAUSE = 0.5  # seconds before the second attempt; doubled each time, at most a 
 _T = TypeVar("_T")
 
 
+class Unfetched(ContainerError):
+    """Something did not come from the hub, however often it was asked for."""
+
+
 @dataclass(frozen=True)
 class HubFile:
     """A file of a repository: `sha256` is empty for small files outside the large file storage."""
@@ -36,7 +40,7 @@ class Hub:
     def __init__(self, address: str, commit: str | None = None) -> None:
         """`address` as the user gave it; `commit` continues an earlier conversion of it.
 
-        UsageError for a bad address or without huggingface_hub, ContainerError when the repository
+        UsageError for a bad address or without huggingface_hub, Unfetched when the repository
         cannot be read.
         """
         found = _ADDRESS.fullmatch(address)
@@ -111,7 +115,7 @@ class Hub:
         return path
 
     def _patiently(self, what: str, action: Callable[[], _T]) -> _T:
-        """Try again after failures that may pass; ContainerError when they do not."""
+        """Try again after failures that may pass; Unfetched when they do not."""
         pause = _PAUSE
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -119,9 +123,8 @@ class Hub:
             except Exception as why:
                 if attempt == _ATTEMPTS or not self._may_pass(why):
                     reason = str(why).strip().partition("\n")[0] or type(why).__name__
-                    raise ContainerError(
-                        f"{what} could not be fetched: {reason}. What is done is kept: run the "
-                        "same command again"
+                    raise Unfetched(
+                        f"{what} could not be fetched: {reason}; run the same command again"
                     ) from why
             time.sleep(pause)
             pause = min(2 * pause, 60)

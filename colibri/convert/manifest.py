@@ -26,6 +26,7 @@ from colibri.strictjson import parse_object
 from colibri.writer import cannot_write, write_file
 
 RECORD = "conversion.json"  # kept beside the finished shards
+JOURNAL = "journal"
 _VERSION = 1
 _SAMPLES, _SAMPLE = 16, 4096
 
@@ -203,6 +204,11 @@ def load_journal(path: Path) -> tuple[dict[int, tuple[int, ...]], int]:
     return done, good
 
 
+def has_begun(target: Path) -> bool:
+    """Whether an unfinished conversion into `target` has done something that it would keep."""
+    return bool(load_journal(target / WORK / JOURNAL)[0])
+
+
 class WorkDirectory:
     """The directory `.conversion` of a target, locked against a second converter."""
 
@@ -234,7 +240,7 @@ class WorkDirectory:
     @property
     def journal(self) -> Path:
         """Where the journal lies."""
-        return self.path / "journal"
+        return self.path / JOURNAL
 
     def clear(self) -> None:
         """Forget everything done so far, keeping the lock."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from colibri.amounts import data_size
+from colibri.checkpoint import INDEX, WORK
 from colibri.convert import sides as side_files
 from colibri.convert.hub import Hub
 from colibri.convert.jobs import Job, TargetFile
-from colibri.convert.manifest import Manifest, record_text
+from colibri.convert.manifest import RECORD, Manifest, record_text
 from colibri.convert.shelf import AT_ONCE
 from colibri.convert.source import FloatSource, StoredSource
 from colibri.errors import UsageError
@@ -119,7 +121,7 @@ class Plan:
         return dict(sizes)
 
     def needed(self) -> int:
-        """The most bytes that the target's disk must still have free at any moment."""
+        """The most bytes that this still takes on the target's disk at any moment."""
         sizes = [file.size for file in self.manifest.files]
         uses = self.uses()
         held: dict[int, int] = {}
@@ -129,7 +131,7 @@ class Plan:
             for shard in sorted({e.shard for e in job.extents}):
                 if self.hub and shard not in held:
                     held[shard] = sizes[shard]
-            now += sum(self.files[file].image.place(*output)[1] for output in job.outputs)
+            now += self._output_bytes(file, job)
             coming = max(sizes, default=0) if self.hub and len(held) < AT_ONCE else 0
             peak = max(peak, now + sum(held.values()) + coming)
             for shard in {e.shard for e in job.extents}:
@@ -137,7 +139,25 @@ class Plan:
                 if not uses[shard]:
                     held.pop(shard, None)
                     now -= sizes[shard] if self._frees_room else 0
-        return peak + self._headers + self.side_bytes + self.final_bytes // 1000  # whole blocks
+        blocks = min(peak, self.final_bytes // 1000)  # files end in the middle of one
+        return peak + self._headers + self.side_bytes + blocks
+
+    def needed_free(self) -> int:
+        """Bytes that must be free for `needed`, beside those that are held for it already."""
+        return max(0, self.needed() - self._room_held())
+
+    def _room_held(self) -> int:
+        """Bytes on the target's disk that need not be free: half-written pieces, fetched shards,
+        and with `replace` what goes first. What is done counts neither here nor as needed."""
+        target, pending = self.request.target, set(self.pending)
+        names = (INDEX, RECORD, *side_files.written(self.sides))
+        paths = [*target.glob("*.safetensors"), *(target / WORK).rglob("*")]
+        held = sum(map(_disk_bytes, (*paths, *(target / name for name in names))))
+        done = (job for number, job in enumerate(self.jobs) if number not in pending)
+        return max(0, held - sum(self._output_bytes(*job) for job in done))
+
+    def _output_bytes(self, file: int, job: Job) -> int:
+        return sum(self.files[file].image.place(*output)[1] for output in job.outputs)
 
     def uses(self) -> Counter[int]:
         """How many pending jobs read each source shard."""
@@ -160,7 +180,7 @@ class Plan:
 
     def require_room(self) -> None:
         """UsageError naming the shortfall when the target's disk is too small."""
-        free, needed = free_bytes(self.request.target), self.needed()
+        free, needed = free_bytes(self.request.target), self.needed_free()
         if needed > free:
             remedy = "free some, or give a directory on another disk"
             if not (self.hub or self.request.delete_source):
@@ -175,6 +195,15 @@ def free_bytes(path: Path) -> int:
     """What an ordinary user can still write on a path's disk."""
     disk = os.statvfs(existing(path))
     return disk.f_bavail * disk.f_frsize
+
+
+def _disk_bytes(path: Path) -> int:
+    """What deleting a file would free: holes take nothing, and another name keeps everything."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
 
 
 def existing(path: Path) -> Path:

@@ -18,6 +18,7 @@ from colibri.convert import sides as side_files
 from colibri.convert.hub import PREFIX, Hub
 from colibri.convert.jobs import Job, TargetFile, own_files
 from colibri.convert.manifest import (
+    JOURNAL,
     WORK,
     Manifest,
     load_journal,
@@ -288,7 +289,7 @@ def progress(
     finished = frozenset(names[name] for name in held)
     for number in finished:
         _require_image(target / files[number].name, files[number])
-    done, _ = load_journal(work / "journal") if begun else ({}, 0)
+    done, _ = load_journal(work / JOURNAL) if begun else ({}, 0)
     whole = {
         number
         for number, file in enumerate(files)
