@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 GROUPS = (knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT)
 EPILOG = """\b
 /help in the chat lists its commands. Exit status: 0 the end, 1 error (also a session that could
-not be saved; from a pipe, also of a single turn), 2 wrong usage, 130 ended by Ctrl-C.
+not be saved; from a pipe, also of a single turn), 2 wrong usage, 129, 130 and 143 ended by
+SIGHUP (a closed terminal), Ctrl-C and SIGTERM.
 """
 WITHOUT = ("raw", "stats")  # knobs that mean nothing here
 
@@ -42,40 +43,49 @@ def chat(settings: Settings, session: str | None) -> int:
     """Open the model, take up the session, and talk; returns the exit status."""
     from colibri.engine import Engine, model_directory
     from colibri.errors import ColibriError
+    from colibri.interrupt import Farewell
     from colibri.lines import lines_of
-    from colibri.repl import Repl
+    from colibri.repl import Repl, require_place
     from colibri.resident import Resident
     from colibri.saved import directory_of
     from colibri.state import State
-    from colibri.terminal import Terminal
+    from colibri.terminal import Terminal, close_stdout
 
     terminal = Terminal.of(settings.screen, settings.quiet)
     model_directory(settings)  # a wrong one is told first
     state = State(settings.state, terminal.warning)
     if session is not None:  # so is this: loading may take minutes
         directory_of(state, session)
+        require_place(state, session)
     lines = lines_of(terminal, state)
     try:
         engine = Engine.open(settings, terminal.progress)
     finally:
         terminal.clear()
     resident = Resident(engine, state)
-    repl = Repl(engine, terminal, lines, state, resident)
-    try:
-        terminal.aside(_banner(engine, repl.thinking()))
-        _announce(terminal, engine)
-        if session is not None:
-            repl.resume(session, new=True)
-        if lines.typed and settings.warm is not False:
-            resident.start()
-        elif settings.warm:
-            resident.fill(terminal.progress)
-            terminal.clear()
-        return repl.run()
-    finally:
-        with suppress(ColibriError):
-            repl.close()
-            resident.save()
+    with Farewell() as farewell:
+        repl = Repl(engine, terminal, lines, state, resident, farewell)
+        try:
+            terminal.aside(_banner(engine, repl.thinking()))
+            _announce(terminal, engine)
+            if session is not None:
+                repl.resume(session, new=True)
+            if lines.typed and settings.warm is not False:
+                resident.start()
+            elif settings.warm:
+                with farewell.stopping(resident.stop):
+                    resident.fill(terminal.progress)
+                terminal.clear()
+            return repl.run()
+        except OSError:
+            if not farewell.number:
+                raise
+            close_stdout()  # a terminal that is gone; what was said is saved
+            return farewell.status
+        finally:
+            with suppress(ColibriError):
+                repl.close()
+                resident.save()
 
 
 def _banner(engine: "Engine", thinking: str) -> str:

@@ -22,7 +22,7 @@ COMMANDS = (
     Command("think", "[on|off|low|high|max|show|hide]",
             "reasoning: whether and how hard; whether it is shown"),
     Command("stats", "[full]", "the last turn in figures"),
-    Command("save", "[NAME]", "keep the conversation, from now on after every turn"),
+    Command("save", "[NAME [replace]]", "keep the conversation, from now on after every turn"),
     Command("load", "[NAME]", "take up a saved one; alone: list them"),
     Command("quit", "", "end; also Ctrl-D, or Ctrl-C twice"),
 )  # fmt: skip

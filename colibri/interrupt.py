@@ -2,13 +2,15 @@
 
 A signal handler written in Python cannot run while the core computes, but the interpreter's own
 handler writes each signal's number to a pipe at once. The core watches that pipe between layers.
+SIGHUP and SIGTERM end a chat as Ctrl-C ends a turn: what was said is kept.
 """
 
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class Interrupts:
@@ -65,6 +67,61 @@ class Interrupts:
             self._on_first()
         if self.count > 1:
             raise KeyboardInterrupt
+
+
+class Leave(BaseException):
+    """The chat is to end, where reading a line can only be broken off."""
+
+
+class Farewell:
+    """While entered, SIGHUP and SIGTERM ask for the end instead of being it.
+
+    `number` is the first that came, 0 before. Outside the main thread nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._stop: Callable[[], None] | None = None
+        self._old: dict[int, Any] = {}
+
+    @property
+    def status(self) -> int:
+        """The exit status, as of a program that the signal has killed; 0 when none came."""
+        return 128 + self.number if self.number else 0
+
+    def __enter__(self) -> "Farewell":
+        with suppress(ValueError):  # not the main thread
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """A signal calls `stop` while the block runs; one that came before does so at once."""
+        self._stop = stop
+        try:
+            if self.number:
+                stop()
+            yield
+        finally:
+            self._stop = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Of a terminal that is closed both the shell and the kernel tell: SIGHUP counts once.
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        self.number = self.number or number
+        if self._stop:
+            self._stop()
 
 
 @contextmanager

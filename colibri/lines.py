@@ -6,17 +6,22 @@ pipe every line is a turn of its own.
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from colibri.errors import StateError, UsageError
+from colibri.answer import MOST_BYTES
+from colibri.errors import UsageError
+from colibri.interrupt import Leave
 from colibri.knobs import Screen
-from colibri.state import State, make_directory
+from colibri.state import State, failed, make_directory
 from colibri.terminal import Terminal, is_terminal
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
 
 PROMPT, CONTINUED = "> ", ". "
 QUOTES = '"""'
+_SKIPPED = 1 << 20  # bytes read at once of a line that is too long
 
 
 class Lines(Protocol):
@@ -27,6 +32,9 @@ class Lines(Protocol):
     def read(self) -> str | None:
         """The next message; None at the end. KeyboardInterrupt: Ctrl-C with nothing typed."""
 
+    def stop(self) -> None:
+        """From a signal handler: `read` ends with Leave, raised here where that is safe."""
+
 
 def lines_of(terminal: Terminal, state: State) -> Lines:
     """What fits this process's streams; `state` remembers what was typed into an editor."""
@@ -35,20 +43,44 @@ def lines_of(terminal: Terminal, state: State) -> Lines:
     shown = sys.stdout if terminal.watched else sys.stderr
     if terminal.screen.dumb or not is_terminal(shown):
         return PlainLines(shown)
-    return EditedLines(shown, terminal.screen, _history(state))
+    return EditedLines(shown, terminal.screen, state)
 
 
-def _history(state: State) -> Path | None:
-    """The file that remembers what was typed; None where nothing can be kept."""
+def _history(state: State, new: list[str]) -> "History":
+    """What was typed, in earlier chats too; what is typed now is added to `new` as well.
 
-    def make() -> None:
-        make_directory(state.place())
-        try:
-            os.close(os.open(state.place("history"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        except OSError as why:
-            raise StateError(f"{state.place('history')}: {why.strerror}") from why
+    The editor does not write it: it is drawing then, and a warning would stand in its line.
+    """
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    return state.place("history") if state.keep("what is typed", make) else None
+    if not state.keep("what is typed", lambda: _remember(state, [])):
+        return InMemoryHistory()
+
+    class Typed(FileHistory):
+        def load_history_strings(self) -> Iterable[str]:
+            try:
+                return [*super().load_history_strings()]
+            except OSError:  # it can be written all the same
+                return []
+
+        def store_string(self, string: str) -> None:
+            new.append(string)
+
+    return Typed(state.place("history"))
+
+
+def _remember(state: State, texts: list[str]) -> None:
+    """Add to the file of what was typed, made if need be; StateError when that is impossible."""
+    from prompt_toolkit.history import FileHistory
+
+    path = state.place("history")
+    make_directory(state.place())
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        for text in texts:
+            FileHistory(path).store_string(text)
+    except OSError as why:
+        raise failed(path, "written", why) from why
 
 
 class PipedLines:
@@ -58,20 +90,40 @@ class PipedLines:
 
     def __init__(self) -> None:
         self._number = 0
+        self._long = False  # the rest of a line that was refused is still to come
 
     def read(self) -> str | None:
         """The next line that is not blank."""
-        while line := sys.stdin.buffer.readline():
+        self._skip()
+        while line := sys.stdin.buffer.readline(MOST_BYTES + 1):
             self._number += 1
-            try:
-                text = line.decode("utf-8-sig").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise UsageError(
-                    f"line {self._number} of stdin is not UTF-8 text at byte {error.start}"
-                ) from None
+            text = self._text(line)
             if text.strip():
                 return text
         return None
+
+    def stop(self) -> None:
+        """Reading is broken off."""
+        raise Leave
+
+    def _skip(self) -> None:
+        while self._long:
+            rest = sys.stdin.buffer.readline(_SKIPPED)
+            self._long = bool(rest) and not rest.endswith(b"\n")
+
+    def _text(self, line: bytes) -> str:
+        if len(line) > MOST_BYTES and not line.endswith(b"\n"):
+            self._long = True
+            raise UsageError(
+                f"line {self._number} of stdin has more than {MOST_BYTES} bytes, which no context "
+                "holds; shorten it"
+            )
+        try:
+            return line.decode("utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"line {self._number} of stdin is not UTF-8 text at byte {error.start}"
+            ) from None
 
 
 class PlainLines:
@@ -85,6 +137,10 @@ class PlainLines:
     def read(self) -> str | None:
         """A message, continuations included."""
         return continued(self._line)
+
+    def stop(self) -> None:
+        """Reading is broken off."""
+        raise Leave
 
     def _line(self, prompt: str) -> str | None:
         self._shown.write(prompt)
@@ -105,11 +161,10 @@ class EditedLines:
 
     typed = True
 
-    def __init__(self, shown: TextIO, screen: Screen, history: Path | None) -> None:
+    def __init__(self, shown: TextIO, screen: Screen, state: State) -> None:
         # Only here: others need not wait for the import.
         from prompt_toolkit import PromptSession
         from prompt_toolkit.data_structures import Size
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.output import ColorDepth
         from prompt_toolkit.output.vt100 import Vt100_Output
 
@@ -117,6 +172,7 @@ class EditedLines:
             columns, rows = os.get_terminal_size(shown.fileno())
             return Size(rows=rows or 24, columns=columns or 80)
 
+        self._state, self._new = state, list[str]()
         output = Vt100_Output(
             shown,
             size,
@@ -124,21 +180,38 @@ class EditedLines:
             enable_cpr=False,  # a terminal's answer that comes late would be typed text
         )
         self._session: PromptSession[str] = PromptSession(
-            history=FileHistory(str(history)) if history else InMemoryHistory(),
+            history=_history(state, self._new),
             output=output,
             multiline=True,
             key_bindings=_keys(),
             prompt_continuation=CONTINUED,
             enable_history_search=False,
             complete_while_typing=False,
+            enable_suspend=True,
         )
 
     def read(self) -> str | None:
         """A message. Ctrl-C drops what was typed."""
         try:
-            return joined(clean(self._session.prompt(PROMPT)))
+            text = self._session.prompt(PROMPT)
         except EOFError:
             return None
+        if self._new:
+            self._state.keep("what is typed", lambda: _remember(self._state, self._new))
+            self._new.clear()
+        return joined(clean(text))
+
+    def stop(self) -> None:
+        """The editor gives the terminal back before Leave is raised."""
+        app = self._session.app
+        if app.loop is None:
+            raise Leave
+        app.loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        future = self._session.app.future
+        if future and not future.done():
+            self._session.app.exit(exception=Leave)
 
 
 def _keys() -> object:

@@ -1,6 +1,8 @@
 """`colibri chat`: lines in, answers out, and the commands in between."""
 
+import os
 from collections.abc import Callable
+from errno import EACCES
 
 from colibri import commands, saved, stats
 from colibri.amounts import plural
@@ -8,16 +10,28 @@ from colibri.answer import REASONING
 from colibri.conversation import Conversation
 from colibri.engine import Engine
 from colibri.errors import ColibriError, ContextFull, Exit, StateError, UsageError
-from colibri.interrupt import Interrupts, held
+from colibri.interrupt import Farewell, Interrupts, Leave, held
 from colibri.lines import Lines
 from colibri.resident import Resident
 from colibri.saved import DamagedRows, Saved
-from colibri.state import State
+from colibri.state import State, failed, make_directory
 from colibri.status import status
 from colibri.terminal import Terminal
 from colibri.turn import Turn
 
 EFFORTS = ("low", "high", "max")
+
+
+def require_place(state: State, name: str) -> bool:
+    """Whether a session can be kept, as far as its directory tells; a warning when not."""
+
+    def make() -> None:
+        path = saved.directory_of(state, name)
+        make_directory(path)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise failed(path, "written", PermissionError(EACCES, os.strerror(EACCES)))
+
+    return state.keep(f"session {name!r}", make)
 
 
 class Repl:
@@ -30,6 +44,7 @@ class Repl:
         lines: Lines,
         state: State,
         resident: Resident,
+        farewell: Farewell | None = None,
     ) -> None:
         settings = engine.settings
         self.engine = engine
@@ -39,6 +54,7 @@ class Repl:
         self.saved: Saved | None = None
         self._state = state
         self._resident = resident
+        self._farewell = farewell or Farewell()
         self._shows_reasoning = True
         self._last: Turn | None = None
         self._leaving = False  # one more Ctrl-C ends it
@@ -47,22 +63,25 @@ class Repl:
         self._lost = False
 
     def run(self) -> int:
-        """Until the end of input, /quit, or Ctrl-C twice; returns the exit status."""
+        """Until the end of input, /quit, Ctrl-C twice or a signal; returns the exit status."""
         try:
             status = self._talk()
         finally:
             self._finish()
-        return status or (Exit.ERROR if self._lost else Exit.OK)
+        return self._farewell.status or status or (Exit.ERROR if self._lost else Exit.OK)
 
     def _talk(self) -> int:
         while True:
             try:
                 self._keep()
-                line = self.lines.read()
+                with self._farewell.stopping(self.lines.stop):
+                    line = self.lines.read()
                 if line is None or (line.strip() and not self.take(line)):
                     break
                 if not line.strip():
                     self._leaving = False
+            except Leave:
+                break
             except KeyboardInterrupt:
                 if self._leaving:
                     return Exit.INTERRUPTED
@@ -75,7 +94,7 @@ class Repl:
     def take(self, line: str) -> bool:
         """One line: a command or a message. False ends the chat."""
         self._leaving = False
-        command = commands.parse(line)
+        command = ("", "") if line.strip() == "/" else commands.parse(line)
         if command and command[0] == "quit":
             return False
         try:
@@ -84,7 +103,7 @@ class Repl:
             else:
                 self._turn(lambda: self.talk.ask(commands.message(line), self.terminal.progress))
         except ContextFull as error:
-            self._fail(f"{error} Or /reset: the conversation begins anew.")
+            self._fail(f"{self._full(error)} Or /reset: the conversation begins anew.")
         except ColibriError as error:
             self._fail(error)
         return True
@@ -104,7 +123,8 @@ class Repl:
         with Interrupts(turn.cancel) as interrupts:
             turn.session.watch(interrupts.fd)
             try:
-                self._show(turn)
+                with self._farewell.stopping(turn.cancel):
+                    self._show(turn)
             finally:
                 with held():
                     self._settle(turn)
@@ -155,6 +175,7 @@ class Repl:
         assert self.saved is not None
         self._unsaved = True
         with held():
+            self.engine.slot.session.cancel(False)  # by a signal as its turn ended
             self.saved.save(self.engine.slot.session, self.talk.as_dict())
             self._unsaved = False
 
@@ -276,8 +297,10 @@ class Repl:
             raise
         self._switch(place)
         self._unsaved = False
+        kept = require_place(self._state, name)
         if document is None:
-            self._say(f"session {name!r} is new; it is saved after every turn")
+            after = "it is saved after every turn" if kept else "nowhere to keep it yet"
+            self._say(f"session {name!r} is new; {after}")
         return True
 
     def _take_up(self, place: Saved) -> None:
@@ -327,6 +350,13 @@ class Repl:
     def _say(self, text: str) -> None:
         """A quiet word beside the answers, dimmed where that is possible."""
         self.terminal.aside(text)
+
+    def _full(self, error: ContextFull) -> str:
+        """The error; of a conversation that went on for long it is not this message's length."""
+        if not self.talk.turns:
+            return str(error)
+        rest = str(error).replace("; shorten the prompt", "")
+        return f"the conversation is full: with what was said before, {rest}"
 
     def _fail(self, error: ColibriError | str) -> None:
         self._failed = True

@@ -4,6 +4,7 @@ Decides what is a terminal, what is dimmed and how wide it is; a progress line i
 a person watches, and removed again.
 """
 
+import atexit
 import io
 import os
 import sys
@@ -18,6 +19,9 @@ from colibri.piece import REASONING, TEXT, Piece
 _REDRAW = 0.1  # seconds between two states of a progress line
 _PACE = 3.0  # seconds after which the time that work still takes is told
 _DIM, _PLAIN, _CLEAR = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
+# Characters that command a terminal, and what shows them: C0 and DEL have pictures, C1 has none.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -28,16 +32,23 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
+def harmless(text: str) -> str:
+    """Text that a terminal shows and does not obey."""
+    return text.translate(_PICTURES)
+
+
 class Terminal:
     """The two streams of one command. Made by `Terminal.of(screen, quiet)`.
 
-    What is a terminal is asked once: a system call for every token would be felt.
+    What is a terminal is asked once: a system call for every token would be felt. A terminal gets
+    no control characters but colibri's own. What stderr does not take is dropped.
     """
 
     def __init__(self, out: TextIO, err: TextIO, screen: Screen, quiet: bool = False) -> None:
         self.out, self.err, self.screen, self.quiet = out, err, screen, quiet
         self.watched = is_terminal(out)
-        self._draws = is_terminal(err) and not screen.dumb and not quiet
+        self._noted = is_terminal(err)
+        self._draws = self._noted and not screen.dumb and not quiet
         self._places = {TEXT: (out, "", ""), REASONING: self._reasoning_place()}
         self._drawn = False
         self._next = 0.0
@@ -63,7 +74,7 @@ class Terminal:
     @property
     def note_width(self) -> int | None:
         """The width that notes may take; None where nobody watches them."""
-        return self.width if is_terminal(self.err) else None
+        return self.width if self._noted else None
 
     def _reasoning_place(self) -> tuple[TextIO, str, str] | None:
         """Reasoning is for people, dimmed: where one watches, nowhere else."""
@@ -77,7 +88,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Write to stdout at once; OSError says that it is stdout that takes no more."""
-        self._put(self.out, text)
+        self._put(self.out, harmless(text) if self.watched else text)
 
     def show(self, piece: Piece) -> None:
         """A piece of an answer: text to stdout, reasoning to whoever watches."""
@@ -87,6 +98,8 @@ class Terminal:
             return
         self.clear()
         stream, before, after = place
+        if self.watched or kind == REASONING:
+            text = harmless(text)
         if kind != self._kind and self._open is stream:
             self._put(stream, "\n" if self._last == "\n" else "\n\n")
             text = text.lstrip("\n")
@@ -100,14 +113,15 @@ class Terminal:
         self._kind = self._open = None
 
     def _put(self, stream: TextIO, text: str) -> None:
+        if stream is not self.out:
+            self._tell(text)
+            return
         try:
             stream.write(text)
             stream.flush()
         except BrokenPipeError:
             raise
         except OSError as why:
-            if stream is not self.out:
-                raise
             fault = f"stdout cannot be written: {why.strerror}"
             raise OSError(f"{fault}; make room, or send it elsewhere") from why
 
@@ -116,13 +130,11 @@ class Terminal:
     def note(self, text: str) -> None:
         """A line on stderr, unless quiet."""
         if not self.quiet:
-            self.err.write(text + "\n")
-            self.err.flush()
+            self.warn(text)
 
     def warn(self, text: str) -> None:
         """A line on stderr in any case."""
-        self.err.write(text + "\n")
-        self.err.flush()
+        self._tell((harmless(text) if self._noted else text) + "\n")
 
     def warning(self, text: str) -> None:
         """What is not as it should be, and stops nobody."""
@@ -131,8 +143,12 @@ class Terminal:
     def aside(self, text: str) -> None:
         """A note that keeps in the background: dimmed where a person watches."""
         text = "\n".join(textwrap.fill(line, self.width - 1) for line in text.split("\n"))
-        dim = is_terminal(self.err) and self.screen.color and not self.screen.dumb
-        self.note(f"{_DIM}{text}{_PLAIN}" if dim else text)
+        if self.quiet:
+            return
+        if self._noted and self.screen.color and not self.screen.dumb:
+            self._tell(f"{_DIM}{harmless(text)}{_PLAIN}\n")
+        else:
+            self.warn(text)
 
     def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None:
         """Draw "what done/total unit" on stderr where a person watches; total None: not known.
@@ -148,8 +164,7 @@ class Terminal:
         line = f"{what} {done}{'' if total is None else f'/{total}'} {unit}".rstrip()
         if total is not None and not unit:
             line += self._left(now, done, total)
-        self.err.write(_CLEAR + line[: self.width - 1])
-        self.err.flush()
+        self._tell(_CLEAR + line[: self.width - 1])
         self._drawn = True
 
     def _left(self, now: float, done: int, total: int) -> str:
@@ -161,11 +176,19 @@ class Terminal:
     def clear(self) -> None:
         """Remove the progress line."""
         if self._drawn:
-            self.err.write(_CLEAR)
-            self.err.flush()
+            self._tell(_CLEAR)
         self._drawn = False
         self._next = 0.0
         self._work = ""
+
+    def _tell(self, text: str) -> None:
+        """Write to stderr, if it can be written."""
+        try:
+            self.err.write(text)
+            self.err.flush()
+        except (OSError, ValueError):  # nobody is left to tell; ValueError: closed
+            atexit.unregister(_drop_stderr)
+            atexit.register(_drop_stderr)
 
 
 def _columns(*streams: TextIO) -> int:
@@ -182,6 +205,20 @@ def _columns(*streams: TextIO) -> int:
 
 def close_stdout() -> None:
     """Point stdout at nothing, so that the exit flush of a closed pipe cannot complain."""
+    _point_at_nothing(sys.stdout)
+
+
+def _drop_stderr() -> None:
+    """At the end: what stderr still does not take must not become Python's own exit status."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _point_at_nothing(sys.stderr)
+    except ValueError:  # closed
+        return
+
+
+def _point_at_nothing(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)

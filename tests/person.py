@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 
@@ -103,12 +104,37 @@ class Person:
         self.type(text + "\r")
         return self.ready()
 
-    def interrupt(self) -> None:
-        """SIGINT, as a program would send it; returns when it has been taken, so two are two."""
-        os.kill(self.child.pid, signal.SIGINT)
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """A signal as a program would send it; returns when it has been taken, so two are two."""
+        os.kill(self.child.pid, number)
+        self._until_without("ShdPnd", number)
+
+    def until_deadly(self, number: int) -> None:
+        """Wait until the program no longer catches a signal."""
+        self._until_without("SigCgt", number)
+
+    def _until_without(self, mask: str, number: int) -> None:
+        """Wait until a mask of signals in /proc lacks this one."""
         status = Path(f"/proc/{self.child.pid}/status")
-        while status.exists() and re.search(r"ShdPnd:\s*[0-9a-f]*[2367abef]\n", status.read_text()):
+        while status.exists():
+            text = status.read_text()
+            found = re.search(rf"{mask}:\s*([0-9a-f]+)\n", text)
+            ended = "State:\tZ" in text
+            if ended or not found or not int(found[1], 16) >> (number - 1) & 1:
+                break
             time.sleep(0.001)
+
+    def cooked(self) -> bool:
+        """Whether the terminal takes lines and echoes them, as a shell expects it."""
+        modes = termios.tcgetattr(self.child.child_fd)[3]
+        return bool(modes & termios.ICANON and modes & termios.ECHO)
+
+    def hang_up(self) -> int:
+        """Close the terminal, as one closes a window; returns the exit status."""
+        self.child.ptyproc.fileobj.close()
+        self.open()
+        self.child.wait()
+        return self.child.exitstatus
 
     def end(self) -> int:
         """Wait for the program to end; returns its exit status."""

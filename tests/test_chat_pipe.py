@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from colibri.answer import REASONING, TEXT, Splitter
 from colibri.engine import Engine
-from colibri.errors import StateError
+from colibri.errors import StateError, UsageError
 from colibri.knobs import Screen, Settings
 from colibri.lines import PipedLines
 from colibri.repl import Repl
@@ -68,6 +71,7 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(talk, command):
     long = "word " * 1500
     for line, words in {
         "/nonsense": "there is no command /nonsense",
+        "/": "there is no command /;",
         "/more": "no answer that was cut off",
         "/retry": "no question yet",
         "/stats": "there was no turn yet",
@@ -87,6 +91,73 @@ def test_bytes_that_are_no_text(command):
     result = command(*CHAT, "--quiet", stdin=b"caf\xe9\n" + SNOW.encode() + b"\n")
     assert (result.status, result.out) == (1, one(command, SNOW))
     assert result.err == "colibri: error: line 1 of stdin is not UTF-8 text at byte 3\n"
+
+
+def test_lines_without_end(monkeypatch):
+    """A line that is too long is refused once that is known, what follows is read; no read asks for
+    more than that."""
+
+    class Buffer(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            assert size is not None and 0 < size <= 1 << 20
+            return super().readline(size)
+
+    monkeypatch.setattr("colibri.lines.MOST_BYTES", 1000)
+    stdin = io.TextIOWrapper(
+        Buffer(b"x" * 1000 + b"\n" + b"y" * (3 << 20) + b"\nz\n" + b"x" * 1001)
+    )
+    monkeypatch.setattr("sys.stdin", stdin)
+    lines = PipedLines()
+    assert lines.read() == "x" * 1000
+    with pytest.raises(UsageError, match="line 2 of stdin has more than 1000 bytes"):
+        lines.read()
+    assert stdin.buffer.tell() == 1001 + 1001
+    assert lines.read() == "z"
+    with pytest.raises(UsageError, match="line 4 of stdin"):
+        lines.read()
+    assert lines.read() is None
+
+
+def test_sigterm_at_a_pipe(tmp_path):
+    """A chat that waits for its next line ends with what was said saved."""
+    env = os.environ | {"COLIBRI_THREADS": "1", "COLIBRI_STATE": str(tmp_path / "state")}
+    start = [sys.executable, "-m", "colibri", *CHAT, "--session", "s"]
+    with subprocess.Popen(
+        start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as chat:
+        assert chat.stdin and chat.stdout and chat.stderr
+        chat.stdin.write(SNOW.encode() + b"\n")
+        chat.stdin.flush()
+        assert chat.stdout.readline()
+        chat.send_signal(signal.SIGTERM)
+        assert chat.wait(60) == 143 and b"Traceback" not in chat.stderr.read()
+    document = (tmp_path / "state" / "sessions" / "s" / "session.json").read_bytes()
+    assert SNOW.encode() in document
+
+
+def test_a_conversation_that_is_full(talk):
+    """A short message is not told to be shorter: the conversation is full, and --ctx is named where
+    the model has a larger context."""
+    small = talk(STORY, "Hi", flags=("--ctx", "32"))
+    said = small.err.replace("\n", " ")
+    assert "error: the conversation is full: with what was said before, the prompt has" in said
+    assert "--ctx raises it, to 1024 at most" in said and "Or /reset" in said
+    whole = talk("Tell me. " * 250, "Hi", "Hi", "Hi").err
+    assert "is full" in whole and "no larger one. Or /reset" in whole
+    assert "shorten the prompt" not in whole
+
+
+def test_what_was_said_commands_no_terminal(tmp_path):
+    """Escapes in reasoning that is unfolded, and in a system message, are shown, not obeyed."""
+    engine = Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
+    out, state = Watched(), State(tmp_path, print)
+    terminal = Terminal(out, out, Screen(color=False))
+    repl = Repl(engine, terminal, PipedLines(), state, Resident(engine, state))
+    repl._last = SimpleNamespace(reasoning="so\x1b]0;x\x07")
+    for line in ("/think show", "/system a\x1b[2Jb"):
+        assert repl.take(line)
+    seen = out.getvalue()
+    assert "so\u241b]0;x\u2407" in seen and "a\u241b[2Jb" in seen and "\x1b" not in seen
 
 
 def test_quit_ends_it(talk, command):
@@ -260,6 +331,26 @@ def test_a_session_that_cannot_be_kept(command, monkeypatch, name, state, status
     monkeypatch.setattr(Engine, "open", lambda *_: pytest.fail("loaded"))
     result = command(*CHAT, "--session", name, env={"COLIBRI_STATE": state})
     assert result.status == status and result.err.count("\n") == 1 and words in result.err
+
+
+@pytest.mark.parametrize("place", [".", "sessions", "sessions/trip"])
+def test_a_session_without_a_place(command, monkeypatch, tmp_path, place):
+    """A file where a directory belongs is told before the model is loaded, and nobody is promised
+    that the session is saved."""
+    state = tmp_path / "state"
+    (state / place).parent.mkdir(parents=True, exist_ok=True)
+    (state / place).write_text("")
+    flags, env = (*CHAT, "--session", "trip"), {"COLIBRI_STATE": str(state)}
+    result = command(*flags, env=env)
+    assert result.status == 0 and result.err.count("session 'trip' cannot be kept: ") == 1
+    assert "session 'trip' is new; nowhere to keep it yet" in result.err.replace("\n", " ")
+
+    def stop(*_: object) -> None:
+        raise UsageError("loaded")
+
+    monkeypatch.setattr(Engine, "open", stop)
+    warning, loaded = command(*flags, env=env).err.splitlines()
+    assert "cannot be kept: " in warning and loaded == "colibri: error: loaded"
 
 
 @pytest.mark.parametrize("word", ["/load", "/save"])

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from colibri.interrupt import Interrupts, held
+from colibri.interrupt import Farewell, Interrupts, Leave, held
 
 
 def test_it_waits_until_the_block_is_done():
@@ -53,6 +53,44 @@ def test_a_second_signal_while_the_first_is_counted(monkeypatch):
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert interrupts.count == 2
+
+
+def test_farewell():
+    """The first signal is the status and stops what runs; a second SIGHUP is the same terminal's,
+    a second SIGTERM deadly; afterwards all is as it was."""
+    usual, stopped = [signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)], []
+    with Farewell() as farewell:
+        assert farewell.status == 0
+        with farewell.stopping(lambda: stopped.append(farewell.number)):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert (stopped, farewell.status) == ([signal.SIGHUP] * 2, 129)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)] == usual
+
+
+def test_farewell_before_anything_runs():
+    """A signal between two things to stop stops the next one before it begins."""
+
+    def leave() -> None:
+        raise Leave
+
+    with Farewell() as farewell:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Leave), farewell.stopping(leave):
+            pytest.fail("it ran")
+
+
+def test_farewell_leaves_ignored_signals_alone():
+    """Under nohup a closed terminal ends nothing."""
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Farewell() as farewell:
+            signal.raise_signal(signal.SIGHUP)
+            assert farewell.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, usual)
 
 
 def test_other_threads_have_nothing_to_hold():

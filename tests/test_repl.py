@@ -155,6 +155,75 @@ def test_ctrl_c_after_an_interrupted_turn_quits():
         assert person.end() == 130
 
 
+# ---- other signals ------------------------------------------------------------------------------
+
+
+def questions(kept: dict[str, str]) -> str:
+    """What the session "trip" says it has."""
+    with Person(*CHAT, "--session", "trip", columns=200, **kept) as person:
+        return person.ready()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_turn_keeps_it(kept, number, status):
+    """It ends the answer and the chat; the session has the question and what was answered, and the
+    experts that were in memory are remembered."""
+    slots = {"COLIBRI_IO": "buffered"}
+    with Person(*CHAT, "--session", "trip", gate="show", **kept, **slots) as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        person.interrupt(number)
+        person.open()
+        assert person.end() == status and "interrupted" in person.text
+        assert "Traceback" not in person.text
+    assert "1 question" in questions(kept)
+    assert list(Path(kept["COLIBRI_STATE"]).glob("resident/*.json"))
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143)])
+def test_a_signal_at_the_prompt(number, status, term):
+    """It ends the chat at once, with the terminal as a shell wants it."""
+    with Person(*CHAT, TERM=term) as person:
+        person.ready()
+        assert person.cooked() == (term == "dumb")
+        person.type("half a")
+        person.until("half a")
+        person.interrupt(number)
+        assert person.end() == status and person.cooked()
+        assert "Traceback" not in person.text
+        assert person.raw.count(b"\x1b[?2004h") == person.raw.count(b"\x1b[?2004l")
+
+
+def test_a_terminal_that_is_closed(kept):
+    """In a turn and at the prompt the chat ends as by SIGHUP, and what was said is saved, though
+    nothing can be written any more."""
+    with Person(*CHAT, "--session", "trip", gate="show", **kept) as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        assert person.hang_up() == 129
+    with Person(*CHAT, "--session", "trip", columns=200, **kept) as person:
+        assert "1 question" in person.ready()
+        person.say("What is snow?")
+        assert person.hang_up() == 129
+    assert "2 questions" in questions(kept)
+
+
+def test_a_second_sigterm_quits_at_once():
+    """It is as deadly as if nobody had caught the first."""
+    with Person(*CHAT, gate="show") as person:
+        person.ready()
+        person.type(STORY + "\r")
+        person.until("Once")
+        person.interrupt(signal.SIGTERM)
+        person.until_deadly(signal.SIGTERM)
+        person.interrupt(signal.SIGTERM)
+        person.end()
+        assert person.child.signalstatus == signal.SIGTERM
+
+
 # ---- typing -------------------------------------------------------------------------------------
 
 
@@ -193,6 +262,43 @@ def test_editing_and_history(kept):
         person.until("> /stats$")
     path = Path(kept["COLIBRI_STATE"]) / "history"
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_z_is_no_text():
+    """It is the key of job control (which a program without a shell has not) and writes nothing."""
+    with Person(*CHAT) as person:
+        person.ready()
+        person.type("ab\x1acd")
+        person.until("> abcd$")
+
+
+@pytest.mark.parametrize("fault", ["gone", "full"])
+def test_history_that_cannot_be_kept(kept, fault):
+    """A disk that is full, or a directory that became a file: one warning, and the chat goes on."""
+    state = Path(kept["COLIBRI_STATE"])
+    with Person(*CHAT, columns=200, **kept) as person:
+        person.ready()
+        if fault == "gone":
+            shutil.rmtree(state)
+            state.write_text("")
+        else:
+            (state / "history").unlink()
+            (state / "history").symlink_to("/dev/full")
+        for line in ("/stats", "/system", "/stats"):
+            person.say(line)
+        assert person.raw.count(b"what is typed cannot be kept: ") == 1
+        assert b"Press ENTER" not in person.raw and b"Traceback" not in person.raw
+
+
+def test_history_that_vanished(kept):
+    """Its directory is made again, and the file for this user alone."""
+    state = Path(kept["COLIBRI_STATE"])
+    with Person(*CHAT, columns=200, **kept) as person:
+        person.ready()
+        shutil.rmtree(state)
+        person.say("/stats")
+        assert "+/stats" in (state / "history").read_text()
+        assert (state / "history").stat().st_mode & 0o777 == 0o600
 
 
 # ---- sessions -----------------------------------------------------------------------------------
@@ -280,6 +386,7 @@ def test_no_state_directory(tmp_path):
         person.say("What colour is snow?")
         person.say("What colour is snow?")
         seen = person.raw.decode()
+        assert "is saved after every turn" not in seen
         assert seen.count("session 'trip' cannot be kept") == 1
         person.type("\x04")
         assert person.end() == 1

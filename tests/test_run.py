@@ -132,6 +132,41 @@ def test_streams_as_it_is_made():
     assert status == 0 and len(rest) > len(first) and first + rest == whole
 
 
+# ---- stderr -------------------------------------------------------------------------------------
+
+
+def beside(stderr: int) -> tuple[int, str]:
+    """Status and answer of a run whose stderr is this descriptor."""
+    done = subprocess.run(
+        [sys.executable, "-m", "colibri", *RUN, "--stats"], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=stderr, timeout=LIMIT, env=environment(), check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_no_room_for_the_receipt():
+    """An answer that is complete is a success, though its receipt finds no room."""
+    with Path("/dev/full").open("wb") as full:
+        assert beside(full.fileno()) == (0, whole_story())
+
+
+def test_nobody_reads_stderr():
+    """Nor does its reader leaving end a run whose answer is still wanted."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        assert beside(writes) == (0, whole_story())
+    finally:
+        os.close(writes)
+
+
+def test_the_flag_without_effect_is_the_one_given(command):
+    """The demo's template has no thinking switch, and the note names the flag that was written."""
+    for flag in ("--think", "--no-think"):
+        assert f": {flag} has no effect" in command("run", "-p", "Hi", "-n", "1", flag).err
+
+
 # ---- pipes and Ctrl-C ---------------------------------------------------------------------------
 
 

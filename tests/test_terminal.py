@@ -100,6 +100,57 @@ def test_time_left(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("kind", [TEXT, REASONING])
+def test_control_characters_are_shown(kind):
+    """A person sees the escapes of an answer and of reasoning; the terminal gets none of them."""
+    terminal = Terminal(Person(), Person(), Screen(color=False))
+    text = "a\x1b]52;c;eA==\x07\x9b2J\x7f\r\tb\u00e9\n"
+    out, _ = show(terminal, [Piece(kind, text)])
+    assert out == "a\u241b]52;c;eA==\u2407\ufffd2J\u2421\u240d\tb\u00e9\n"
+
+
+def test_control_characters_in_a_pipe():
+    """A pipe gets every byte as it is, beside a terminal too; so do notes and whole objects."""
+    terminal = Terminal(io.StringIO(), Person(), Screen())
+    assert show(terminal, [Piece(TEXT, "\x1b[2J\x9b\n")])[0] == "\x1b[2J\x9b\n"
+    terminal = Terminal(io.StringIO(), io.StringIO(), Screen())
+    terminal.note("\x1b")
+    terminal.write("\x1b")
+    assert (terminal.out.getvalue(), terminal.err.getvalue()) == ("\x1b", "\x1b\n")
+
+
+def test_control_characters_in_notes():
+    """What is told beside the answer, names and quotations in it, commands no terminal either."""
+    terminal = Terminal(Person(), Person(), Screen())
+    for tell in (terminal.note, terminal.warn, terminal.aside):
+        tell("a\x1b[2Jb")
+    plain, dimmed = "a\u241b[2Jb\n", "\x1b[2ma\u241b[2Jb\x1b[0m\n"
+    assert terminal.err.getvalue() == plain + plain + dimmed
+    terminal.write("\x1b")
+    assert terminal.out.getvalue() == "\u241b"
+
+
+class Full(Person):
+    """A watched stream with no room behind it."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_stderr_that_takes_nothing():
+    """All that goes there is dropped; the answer is not, and its own faults are still told."""
+    terminal = Terminal(io.StringIO(), Full(), Screen())
+    for tell in (terminal.note, terminal.warning, terminal.aside):
+        tell("so")
+    terminal.progress("reading", 1, 2)
+    terminal.show(THOUGHT)
+    terminal.show(ANSWER)
+    terminal.end()
+    assert terminal.out.getvalue() == "Yes\n"
+    with pytest.raises(OSError, match="stdout cannot be written"):
+        Terminal(Full(), io.StringIO(), Screen()).show(ANSWER)
+
+
 def test_quiet_notes():
     """Notes are for stderr, unless quiet."""
     loud, quiet = (Terminal(io.StringIO(), io.StringIO(), Screen(), q) for q in (False, True))
