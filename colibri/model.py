@@ -109,6 +109,8 @@ class Model:
     def feed_pilot(self, guesses: np.ndarray) -> None:
         """Guessed expert ids for the next steps: i32 [num_hidden_layers, n], -1 for none."""
         guesses = np.ascontiguousarray(guesses, np.int32)
+        if guesses.ndim != 2 or len(guesses) != self.config.num_hidden_layers:
+            raise CoreError(f"guesses {list(guesses.shape)} are not of every layer")
         error = ffi.new("clb_error *")
         ids = ffi.from_buffer("int32_t[]", guesses)
         check(lib.clb_model_feed_pilot(self.handle, ids, guesses.shape[1], error), error)

@@ -81,6 +81,8 @@ class Session:
         rows = n if want == "all" else int(want == "last")
         if rows > len(self._logits):
             self._make_room(rows)
+        if lib.clb_session_length(self.handle) != len(self.tokens):
+            self.rewind(len(self.tokens))  # an exception came between the core's commit and ours
         code = lib.clb_step_all(self.handle, ids, n, _WANT[want], self._out, self._error)
         if code:
             check(code, self._error)
@@ -268,6 +270,8 @@ class Session:
         Cancelled or CoreError with no row appended.
         """
         want = draft is not None
+        if hidden.shape != (len(following), self.model.config.hidden_size):
+            raise CoreError(f"{len(following)} tokens do not follow {list(hidden.shape)} states")
         code = lib.clb_mtp_absorb(
             self.handle, _floats(hidden), following, len(following),
             self._draft_out if want else ffi.NULL,
@@ -314,6 +318,8 @@ class Session:
 
     def experts(self, layer: int, rows: int) -> np.ndarray | None:
         """Experts of the last step's first `rows` rows: i32 [rows, k] ascending, or None."""
+        if not 0 < rows <= self.max_rows:
+            raise CoreError(f"a step has no {rows} rows")
         pointer = lib.clb_session_experts(self.handle, layer)
         shape = (rows, self.model.config.num_experts_per_tok)
         return _view(pointer, shape, np.int32).copy() if pointer else None

@@ -48,7 +48,7 @@ class Turn:
     `steps` is the same in smaller bites, for whoever has other turns to run in between and tells
     `waited` how long those took.
 
-    Cancelling ends the iteration between two layers of the core, with the finish reason
+    Cancelling ends the iteration within a layer of the core at most, with the finish reason
     "interrupted" and a session that holds the prompt so far and the tokens yielded.
     """
 

@@ -5,11 +5,9 @@
 #include "core.h"
 
 enum {
-    HEAD_GROUP = 8,   /* heads that share one walk over the keys */
     KEY_TILE = 32,    /* keys all heads of a group visit together: they stay in L2 */
     NEAR_KEYS = 8,    /* so many of them stay in L1, */
     NEAR_WIDTH = 128, /* or of all of them so many numbers */
-    ROW_TILE = 8,     /* rows of kv_b dequantised together: they stay in L1 */
 };
 
 typedef struct attention_job {
@@ -59,16 +57,16 @@ static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
     int64_t head = c->nope + c->rope;
-    const float *at[ROW_TILE];
+    const float *at[CLB_ROW_TILE];
     for (int64_t r = 0; r < job->n; r++) {
         float *out = latent_of(job, h, r);
         const float *query = s->query + ((job->first + r) * c->heads + h) * head;
         memset(out, 0, (size_t)c->kv_lora * sizeof *out);
         memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
     }
-    for (int i = 0; i < ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
-    for (int64_t i = 0; i < c->nope; i += ROW_TILE) {
-        int64_t n = c->nope - i < ROW_TILE ? c->nope - i : ROW_TILE;
+    for (int i = 0; i < CLB_ROW_TILE; i++) at[i] = rows + i * c->kv_lora;
+    for (int64_t i = 0; i < c->nope; i += CLB_ROW_TILE) {
+        int64_t n = c->nope - i < CLB_ROW_TILE ? c->nope - i : CLB_ROW_TILE;
         k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, n, rows);
         for (int64_t r = 0; r < job->n; r++)
             k->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
@@ -89,7 +87,7 @@ typedef struct key_walk { /* one row's keys, for the heads of a group */
     const clb_selection *keys;
     const float *kv;
     int64_t width, kv_lora, heads;
-    float *latent[HEAD_GROUP]; /* the heads' queries, then their sums of latents */
+    float *latent[CLB_HEAD_GROUP]; /* the heads' queries, then their sums of latents */
     float *scores;             /* [heads][keys->count] */
 } key_walk;
 
@@ -148,10 +146,10 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
 static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
     int64_t heads = job->s->model->config.heads;
-    int64_t groups = (heads + HEAD_GROUP - 1) / HEAD_GROUP;
+    int64_t groups = (heads + CLB_HEAD_GROUP - 1) / CLB_HEAD_GROUP;
     for (int64_t i = begin; i < end; i++) {
-        int64_t first = i % groups * HEAD_GROUP;
-        int64_t n = heads - first < HEAD_GROUP ? heads - first : HEAD_GROUP;
+        int64_t first = i % groups * CLB_HEAD_GROUP;
+        int64_t n = heads - first < CLB_HEAD_GROUP ? heads - first : CLB_HEAD_GROUP;
         attend_group(job, i / groups, first, n, clb_thread_scratch(job->s, thread));
     }
 }
@@ -222,12 +220,12 @@ void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const cl
     attention_job job = {s, layer, s->kv[number], 0, 0, rows};
     make_queries(s, layer, &job);
     choose_keys(s, layer, number, rows);
+    const int64_t groups = (c->heads + CLB_HEAD_GROUP - 1) / CLB_HEAD_GROUP;
     for (job.first = 0; job.first < rows->n; job.first += CLB_ROW_BLOCK) {
         int64_t left = rows->n - job.first;
         job.n = left < CLB_ROW_BLOCK ? left : CLB_ROW_BLOCK;
         clb_parallel(m->pool, c->heads, 1, absorb_queries, &job);
-        clb_parallel(m->pool, job.n * ((c->heads + HEAD_GROUP - 1) / HEAD_GROUP), 1, attend_rows,
-                     &job);
+        clb_parallel(m->pool, job.n * groups, 1, attend_rows, &job);
         clb_input_set(&s->in_mixed, s->absorbed, c->kv_lora + c->rope, c->heads * job.n,
                       c->kv_lora);
         clb_parallel(m->pool, c->heads, 1, expand_values, &job);

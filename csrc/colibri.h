@@ -110,7 +110,7 @@ enum { CLB_CACHE_KV, CLB_CACHE_INDEX };
 typedef struct clb_counters {
     int64_t forwards, rows;                 /* step_all calls and their rows */
     int64_t expert_uses, expert_bytes;      /* distinct experts computed, and their bytes */
-    int64_t expert_loads, read_bytes;       /* those not in memory, and their bytes */
+    int64_t expert_loads, read_bytes;       /* those not in memory nor read ahead; their bytes */
     int64_t read_wait_ns;                   /* time spent waiting for them */
     int64_t pilot_reads, pilot_useful;      /* experts guessed and read; those then asked for */
     int64_t mirror_bytes;                   /* of all that was read, guesses too: not from drive 0 */
@@ -132,8 +132,9 @@ int32_t clb_session_restore(clb_session *session, int64_t length, int64_t mtp_le
    both are polled between layers, and before a layer waits for experts. */
 void clb_session_cancel(clb_session *session, int32_t on);
 void clb_session_watch(clb_session *session, int32_t fd);
-/* From then on every step tells `who`, on its own thread, how much of it is done, above 0 and below
-   1: after each layer, and within one whose experts are read. NULL: nobody is told. */
+/* From then on every step tells `who`, on its own thread, how much of it is done, from 0 to below
+   1: after each layer, and within one whose experts are read. NULL: nobody is told.
+   A report may cancel, and cannot call its model: that is an error. */
 typedef void clb_report(void *who, double done);
 void clb_session_report(clb_session *session, clb_report *report, void *who);
 const clb_counters *clb_session_counters(const clb_session *session);

@@ -1,6 +1,7 @@
 /* Inside the core: the structs that model.c, session.c and the layer files share. */
 #ifndef CLB_CORE_H
 #define CLB_CORE_H
+#include <fenv.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -15,6 +16,8 @@
 enum {
     CLB_MAX_LAYERS = 512,
     CLB_MAX_EXPERTS = 4096,
+    CLB_HEAD_GROUP = 8, /* heads that share one walk over the keys */
+    CLB_ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
 };
 
 /* ---- model -------------------------------------------------------------------------------- */
@@ -143,6 +146,16 @@ struct clb_session {
     clb_input in_hidden, in_latent, in_mixed, in_heads, in_mlp, in_pairs, in_inner, in_head;
     clb_input in_concat;
 };
+
+/* ---- model.c ------------------------------------------------------------------------------ */
+
+/* One caller at a time; an error for a report that calls the model whose step it tells of. */
+int32_t clb_lock(clb_model *m, clb_error *error);
+void clb_unlock(clb_model *m);
+/* The same for what computes: whatever this thread has set, rounding and denormals are as C begins
+   with them, and `was` is what clb_end gives back. */
+int32_t clb_begin(clb_model *m, fenv_t *was, clb_error *error);
+void clb_end(clb_model *m, const fenv_t *was);
 
 /* ---- error.c ------------------------------------------------------------------------------ */
 

@@ -7,6 +7,10 @@
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "containers are little endian, and so is this code"
 #endif
+#if defined(__FAST_MATH__) || (defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ != 0)
+#error "the bits need IEEE floats, computed as floats"
+#endif
+_Static_assert(sizeof(size_t) == 8, "files are mapped whole");
 
 static inline float clb_bits_float(uint32_t bits) {
     float value;

@@ -259,6 +259,7 @@ int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool bloc
             return clb_fail(error, CLB_IO, "the system lost a read of an expert's weights");
         newly = refresh(m, leases, n);
     }
+    count_reads(m->residency, counters);
     counters->read_wait_ns += now_ns() - begin;
     return newly < 0 ? report(m, error) : CLB_OK;
 }
@@ -308,9 +309,8 @@ void clb_residency_commit(clb_session *s) {
 
 int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
     int64_t n = 0;
-    if (!m->residency) return 0;
-    pthread_mutex_lock(&m->step); /* others may warm meanwhile */
-    for (int pool = 0; pool < 2; pool++) {
+    if (clb_lock(m, NULL)) return 0; /* others may warm meanwhile */
+    for (int pool = 0; m->residency && pool < 2; pool++) {
         const clb_slots *p = &m->residency->pools[pool];
         if (p->count == 0) continue;
         for (int32_t i = p->newest; i != CLB_NONE; i = p->slots[i].older) {
@@ -323,7 +323,7 @@ int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
             n++;
         }
     }
-    pthread_mutex_unlock(&m->step);
+    clb_unlock(m);
     return n;
 }
 
@@ -334,10 +334,10 @@ static bool has_expert(const clb_model *m, int32_t layer, int32_t expert) {
 
 int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error *error) {
     clb_counters ignored = {0};
-    int32_t code = CLB_OK;
-    if (!m->residency || m->residency->queue_size == 0) return CLB_OK;
-    pthread_mutex_lock(&m->step);
-    for (int64_t i = 0; i < n && !code; i++) {
+    int32_t code = clb_lock(m, error);
+    if (code) return code;
+    bool slots = m->residency && m->residency->queue_size > 0;
+    for (int64_t i = 0; slots && i < n && !code; i++) {
         clb_lease lease = {.layer = pairs[2 * i], .expert = pairs[2 * i + 1]};
         if (!has_expert(m, lease.layer, lease.expert)) continue;
         code = clb_residency_lease(m, &lease, 1, &ignored, error);
@@ -345,7 +345,7 @@ int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error 
             clb_slots_touch(clb_pool_of(m->residency, lease.layer), lease.slot);
         clb_residency_release(m, &lease, 1);
     }
-    while (!code && clb_load_take_in(m, true)) continue;
-    pthread_mutex_unlock(&m->step);
+    while (slots && !code && clb_load_take_in(m, true)) continue;
+    clb_unlock(m);
     return code;
 }

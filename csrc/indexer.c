@@ -74,11 +74,14 @@ static uint64_t rank_of(float score, int64_t position) {
 }
 
 /* The k-th smallest (k from 0) of n distinct values; reorders them. Nothing is jumped over inside a
-   pass: which side a score falls on is beyond any branch prediction. */
+   pass: which side a score falls on is beyond any branch prediction. Pivots are drawn, for there
+   are rows of scores on which those in the middle take quadratic time; the result is the same. */
 static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
     int64_t low = 0, high = n - 1;
+    uint64_t drawn = 0x9e3779b97f4a7c15u;
     while (low < high) {
-        int64_t middle = low + (high - low) / 2, below = low;
+        drawn = drawn * 6364136223846793005u + 1442695040888963407u;
+        int64_t middle = low + (int64_t)((drawn >> 32) % (uint64_t)(high - low + 1)), below = low;
         uint64_t pivot = v[middle];
         v[middle] = v[high];
         for (int64_t i = low; i < high; i++) {

@@ -146,7 +146,11 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
     if (code) return code;
     clb_model *m = calloc(1, sizeof *m);
     if (!m) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
-    pthread_mutex_init(&m->step, NULL);
+    pthread_mutexattr_t checked;
+    pthread_mutexattr_init(&checked);
+    pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK);
+    pthread_mutex_init(&m->step, &checked);
+    pthread_mutexattr_destroy(&checked);
     code = fill_model(m, config, isa, threads, error);
     if (code) {
         clb_model_free(m);
@@ -176,6 +180,27 @@ void clb_model_free(clb_model *m) {
 }
 
 const char *clb_model_isa(const clb_model *m) { return m->kernels->isa; }
+
+int32_t clb_lock(clb_model *m, clb_error *error) {
+    if (pthread_mutex_lock(&m->step))
+        return clb_fail(error, CLB_INVALID, "a report of a step cannot call the model");
+    return CLB_OK;
+}
+
+void clb_unlock(clb_model *m) { pthread_mutex_unlock(&m->step); }
+
+int32_t clb_begin(clb_model *m, fenv_t *was, clb_error *error) {
+    int32_t code = clb_lock(m, error);
+    if (code) return code;
+    fegetenv(was);
+    fesetenv(FE_DFL_ENV);
+    return CLB_OK;
+}
+
+void clb_end(clb_model *m, const fenv_t *was) {
+    fesetenv(was);
+    clb_unlock(m);
+}
 
 int32_t clb_model_add_shard(clb_model *m, const char *path, int64_t size, clb_error *error) {
     clb_shard *shards = realloc(m->shards, (size_t)(m->shard_count + 1) * sizeof *shards);
@@ -376,5 +401,9 @@ int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, int32_t
     for (int64_t i = 0; i < m->layer_count; i++)
         if (m->layers[i].sparse && !m->layers[i].experts)
             return clb_fail(error, CLB_INVALID, "layer %d has no experts yet", (int)i);
-    return clb_residency_new(m, io, slots, pilot, error);
+    int32_t code = clb_lock(m, error);
+    if (code) return code;
+    code = clb_residency_new(m, io, slots, pilot, error);
+    clb_unlock(m);
+    return code;
 }

@@ -121,20 +121,24 @@ static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden,
 
 int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
                        float *logits, float *draft_hidden, clb_error *error) {
-    pthread_mutex_lock(&s->model->step);
+    fenv_t was;
+    int32_t code = clb_begin(s->model, &was, error);
+    if (code) return code;
     clb_counters before = s->counters;
-    int32_t code = absorb(s, hidden, next, n, logits, draft_hidden, error);
+    code = absorb(s, hidden, next, n, logits, draft_hidden, error);
     clb_charge(s, CLB_ABSORB, &before);
-    pthread_mutex_unlock(&s->model->step);
+    clb_end(s->model, &was);
     return code;
 }
 
 int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
                       clb_error *error) {
-    pthread_mutex_lock(&s->model->step);
+    fenv_t was;
+    int32_t code = clb_begin(s->model, &was, error);
+    if (code) return code;
     clb_counters before = s->counters;
-    int32_t code = draft(s, token, step, hidden, logits, error);
+    code = draft(s, token, step, hidden, logits, error);
     clb_charge(s, CLB_DRAFT, &before);
-    pthread_mutex_unlock(&s->model->step);
+    clb_end(s->model, &was);
     return code;
 }

@@ -154,8 +154,7 @@ void clb_pilot_hint(clb_session *s, int64_t layer, int64_t rows) {
     if (look && may_read(p, 0) && clb_load_idle(r)) read_guesses(s, layer, rows);
 }
 
-int32_t clb_model_feed_pilot(clb_model *m, const int32_t *guesses, int64_t count,
-                             clb_error *error) {
+static int32_t feed(clb_model *m, const int32_t *guesses, int64_t count, clb_error *error) {
     int64_t n, layers = m->config.layers;
     clb_pilot *p = m->residency ? &m->residency->pilot : NULL;
     if (!p || p->mode != CLB_PILOT_FED || count < 1 || !clb_mul(layers, count, &n))
@@ -170,4 +169,13 @@ int32_t clb_model_feed_pilot(clb_model *m, const int32_t *guesses, int64_t count
     p->fed = fed;
     p->fed_count = count;
     return CLB_OK;
+}
+
+int32_t clb_model_feed_pilot(clb_model *m, const int32_t *guesses, int64_t count,
+                             clb_error *error) {
+    int32_t code = clb_lock(m, error);
+    if (code) return code;
+    code = feed(m, guesses, count, error);
+    clb_unlock(m);
+    return code;
 }

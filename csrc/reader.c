@@ -1,6 +1,7 @@
 #include "reader.h"
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,7 @@
 
 enum {
     IN_FLIGHT = 256, /* entries of the ring; a power of two */
+    TRIES = 1 << 20, /* of handing reads to a ring that has no room or memory just now */
     READERS = 8,     /* threads, when there is no ring: enough depth for one or two NVMe drives */
 };
 
@@ -96,6 +98,8 @@ static int ring_enter(ring *r, unsigned submit, unsigned wait) {
     return n;
 }
 
+static bool may_pass(int why) { return why == EAGAIN || why == EBUSY || why == ENOMEM; }
+
 static bool ring_submit(ring *r, clb_read *reads, int32_t n, bool worker) {
     struct io_uring_sqe *entries = r->entries;
     unsigned tail = atomic_load_explicit(r->sq_tail, memory_order_relaxed);
@@ -112,10 +116,12 @@ static bool ring_submit(ring *r, clb_read *reads, int32_t n, bool worker) {
         r->sq_array[tail & r->sq_mask] = tail & r->sq_mask;
     }
     atomic_store_explicit(r->sq_tail, tail, memory_order_release);
-    for (unsigned left = (unsigned)n; left > 0;) {
+    for (unsigned left = (unsigned)n, tries = 0; left > 0;) {
         int taken = ring_enter(r, left, 0);
         if (taken > 0) left -= (unsigned)taken;
-        else if (taken < 0 && errno != EAGAIN && errno != EBUSY) return false;
+        else if (taken < 0 && !may_pass(errno)) return false;
+        else if (++tries == TRIES) return false;
+        else sched_yield();
     }
     return true;
 }

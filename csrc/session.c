@@ -64,7 +64,7 @@ static void take_attention(clb_session *s, budget *b) {
     s->selected = take(b, n, 1, (int64_t)sizeof *s->selected);
     s->selected_index = take(b, n, keys, (int64_t)sizeof *s->selected_index);
     s->mtp_seed_index = take(b, 1, keys, (int64_t)sizeof *s->mtp_seed_index);
-    s->thread_floats = 8 * most(s->context, c->kv_lora); /* scores of 8 heads; 8 weight rows */
+    s->thread_floats = most(CLB_HEAD_GROUP * s->context, CLB_ROW_TILE * c->kv_lora);
     s->thread_scratch = floats(b, threads, s->thread_floats);
     if (b->failed) return;
     for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * keys;

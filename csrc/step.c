@@ -175,10 +175,12 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
 
 int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
                      clb_error *error) {
-    pthread_mutex_lock(&s->model->step);
+    fenv_t was;
+    int32_t code = clb_begin(s->model, &was, error);
+    if (code) return code;
     clb_counters before = s->counters;
-    int32_t code = run_step(s, ids, n, want, logits, error);
+    code = run_step(s, ids, n, want, logits, error);
     clb_charge(s, n > 1 ? CLB_VERIFY : CLB_PLAIN, &before);
-    pthread_mutex_unlock(&s->model->step);
+    clb_end(s->model, &was);
     return code;
 }

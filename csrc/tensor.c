@@ -25,7 +25,7 @@ static int64_t row_bytes_of(int32_t format, int64_t cols) {
     }
 }
 
-/* A lane's four inputs must share one scale: int4 lanes span eight inputs, int8 lanes four. */
+/* A lane's inputs must share one scale: int4 lanes span eight of them, int8 lanes four. */
 static bool group_fits(int32_t format, int64_t group) {
     switch (format) {
     case CLB_INT8: return group % 4 == 0;

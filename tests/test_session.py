@@ -216,6 +216,46 @@ def test_what_progress_raises_ends_the_prompt(session, model, calls):
     assert continued(session, PROMPT) == fresh(model, PROMPT)
 
 
+def test_a_report_cannot_call_its_model(session, model):
+    """A step within a step is an error that reaches the caller, not a wait for itself."""
+    other = Session(model, CONTEXT, ROWS)
+    with pytest.raises(CoreError, match="cannot call the model"):
+        session.prefill(PROMPT, lambda done, total: other.step_all([1]))
+    assert continued(session, PROMPT) == fresh(model, PROMPT)
+
+
+def test_an_exception_after_the_core_has_committed(session, model, monkeypatch):
+    """A Ctrl-C between the core's commit and ours costs the step and nothing else."""
+    session.prefill(PROMPT[:ROWS])
+    monkeypatch.setattr(session, "tokens", Unwilling(session.tokens))
+    with pytest.raises(KeyboardInterrupt):
+        session.step_all(PROMPT[ROWS : 2 * ROWS])
+    monkeypatch.setattr(session, "tokens", list(session.tokens))
+    session.step_all(PROMPT[ROWS : 2 * ROWS])
+    session.mtp_rewind(0)
+    assert session.tokens == PROMPT[: 2 * ROWS]
+    again = Session(model, CONTEXT, ROWS)
+    again.prefill(PROMPT[: 2 * ROWS], prime=False)
+    assert state(session) == state(again)
+
+
+class Unwilling(list[int]):
+    """Tokens that cannot be added to."""
+
+    def __iadd__(self, other):
+        raise KeyboardInterrupt
+
+
+def test_rows_that_do_not_match_are_refused(session, model):
+    """Hidden states for fewer tokens than follow, and experts of more rows than a step has."""
+    session.prefill(PROMPT[:ROWS])
+    with pytest.raises(CoreError, match="tokens do not follow"):
+        session.mtp_absorb(session.hidden[:1].copy(), [1, 2, 3])
+    for rows in (0, ROWS + 1):
+        with pytest.raises(CoreError, match="a step has no"):
+            session.experts(1, rows)
+
+
 INTERRUPTED = """
 import os, signal, threading
 from colibri import demo

@@ -41,8 +41,9 @@ class Metrics:
             ["kind"], registry=registry,
         )  # fmt: skip
         self._read = Counter(
-            "colibri_expert_read_bytes", "Bytes of experts that were read.", registry=registry
-        )
+            "colibri_expert_read_bytes", "Bytes of experts read when asked for, not ahead.",
+            registry=registry,
+        )  # fmt: skip
         self._first = Histogram(
             "colibri_first_token_seconds", "From a turn's start to its first token.",
             buckets=_FIRST, registry=registry,

@@ -172,7 +172,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """End a job soon: between two layers, if it runs."""
+        """End a job soon: within a layer at most, if it runs."""
         with self._changed:
             job.cancelled = True
             if self._queue.remove(job):
