@@ -81,7 +81,8 @@ static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
     uint64_t drawn = 0x9e3779b97f4a7c15u;
     while (low < high) {
         drawn = drawn * 6364136223846793005u + 1442695040888963407u;
-        int64_t middle = low + (int64_t)((drawn >> 32) % (uint64_t)(high - low + 1)), below = low;
+        int64_t middle = low + (int64_t)((drawn >> 32) * (uint64_t)(high - low + 1) >> 32);
+        int64_t below = low;
         uint64_t pivot = v[middle];
         v[middle] = v[high];
         for (int64_t i = low; i < high; i++) {

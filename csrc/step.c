@@ -11,8 +11,9 @@ bool clb_cancelled(clb_session *s) {
 }
 
 void clb_tell(const clb_session *s, int64_t number, double share) {
+    if (!s->report) return;
     double done = ((double)number + share) / (double)s->model->config.layers;
-    if (s->report && done < 1.0) s->report(s->who, done);
+    if (done < 1.0) s->report(s->who, done);
 }
 
 /* ---- rows ----------------------------------------------------------------------------------- */
