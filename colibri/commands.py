@@ -45,6 +45,8 @@ def parse(text: str) -> tuple[str, str] | None:
 
     The command is as it was written when it is not known. After a colon only known ones count.
     """
+    if text.strip() == "/":
+        return "", ""
     found = _WRITTEN.fullmatch(text)
     if not found:
         return None

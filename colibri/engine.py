@@ -125,14 +125,16 @@ class Engine:
         return engine
 
     def _divide(
-        self, memory: Budget, conversations: int | None, streamed: Callable[[], str] | None = None
+        self,
+        memory: Budget,
+        conversations: int | None,
+        streamed: Callable[[], str] = lambda: "direct",
     ) -> Plan:
         """What goes where; UsageError when it does not fit. `streamed` as make_plan has it."""
         dense = self.demand().dense
         fit = (memory.bytes - dense - RESERVE) // 4 // self.slot.session.bytes
         self.conversations = conversations or max(1, min(4, fit))
-        how = {"streamed": streamed} if streamed else {}
-        return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, **how)
+        return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, streamed)
 
     @property
     def notes(self) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -43,12 +43,7 @@ class Interrupts:
             self._old_handler = None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._old_handler is not None:
             signal.set_wakeup_fd(self._old_fd)
             signal.signal(signal.SIGINT, self._old_handler)
@@ -97,12 +92,7 @@ class Farewell:
                     self._old[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
             signal.signal(number, old)
 

@@ -77,23 +77,22 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" or controller in controllers.split(","):
-            kind, option = ("cgroup2", "") if hierarchy == "0" else ("cgroup", controller)
-            for mount, base in _mounts(root, kind, option):
-                yield from _ancestors(mount, base, path)
+            wanted = "cgroup2" if hierarchy == "0" else "cgroup"
+            for mount, base, kind, options in mounts(root):
+                if kind == wanted and (hierarchy == "0" or controller in options):
+                    yield from ancestors(mount, base, path)
 
 
-def _mounts(root: Path, kind: str, option: str) -> Iterator[tuple[Path, str]]:
-    """Where a cgroup hierarchy is mounted, and which of its groups is mounted there."""
+def mounts(root: Path) -> Iterator[tuple[Path, str, str, list[str]]]:
+    """(mount point, its root in what is mounted, file system, options) from mountinfo."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
-        if len(fields) < 5 or len(tail) < 3 or tail[0] != kind:
-            continue
-        if not option or option in tail[2].split(","):
-            yield root / fields[4].lstrip("/"), fields[3]
+        if len(fields) >= 5 and len(tail) >= 3:
+            yield root / fields[4].lstrip("/"), fields[3], tail[0], tail[2].split(",")
 
 
-def _ancestors(mount: Path, base: str, path: str) -> Iterator[Path]:
+def ancestors(mount: Path, base: str, path: str) -> Iterator[Path]:
     """A cgroup's directory and those above it, as far as they are below the group `base` that is
     mounted; in a container that may be the mount alone."""
     base = base.rstrip("/") + "/"

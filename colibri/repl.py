@@ -94,7 +94,7 @@ class Repl:
     def take(self, line: str) -> bool:
         """One line: a command or a message. False ends the chat."""
         self._leaving = False
-        command = ("", "") if line.strip() == "/" else commands.parse(line)
+        command = commands.parse(line)
         if command and command[0] == "quit":
             return False
         try:

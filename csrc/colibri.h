@@ -119,6 +119,11 @@ typedef struct clb_counters {
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
 } clb_counters;
 
+/* What bounds a session's scratch. */
+enum {
+    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once */
+    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if those are more */
+};
 int32_t clb_session_new(clb_model *model, int64_t context, int64_t max_rows,
                         clb_session **session, clb_error *error);
 void clb_session_free(clb_session *session);
@@ -149,11 +154,6 @@ int32_t clb_step_all(clb_session *session, const int32_t *ids, int64_t n, int32_
 /* Post-norm hidden states [..][hidden] from the row at a position on, valid until the next step;
    NULL when they are gone. Kept are max_rows of them, and with an MTP layer CLB_WAITING more. */
 enum { CLB_WAITING = 512 }; /* 12 MB for GLM-5.2 */
-/* What bounds a session's scratch. */
-enum {
-    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once */
-    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if those are more */
-};
 const float *clb_session_hidden(const clb_session *session, int64_t position);
 
 /* Views for tests, saving and traces. cache: [context][width]; NULL when the layer has none. */

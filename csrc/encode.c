@@ -43,7 +43,8 @@ static int32_t check_source(const clb_source *s, const clb_tensor *shape, clb_er
                         (long long)s->row_bytes);
     if (s->dtype == CLB_SOURCE_F8 &&
         (!s->scales || s->block_rows < 1 || s->block_cols < 1 || s->scale_cols < 1 ||
-         s->first_row < 0 || s->first_row > INT64_C(1) << 40 || (s->cols - 1) / s->block_cols >= s->scale_cols ||
+         s->first_row < 0 || s->first_row > INT64_C(1) << 40 ||
+         (s->cols - 1) / s->block_cols >= s->scale_cols ||
          (s->first_row + s->rows - 1) / s->block_rows >= s->scale_rows))
         return clb_fail(error, CLB_INVALID, "the block scales do not cover the matrix");
     return CLB_OK;

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from typing import NamedTuple
 from colibri.amounts import gigabytes
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import BY_NAME
+from colibri.memory import ancestors, mounts
 from colibri.pagecache import evict
 
 ROOT = Path("/")
@@ -65,38 +65,15 @@ def find_places(root: Path = ROOT) -> list[Place]:
         hierarchy, controllers, path = line.split(":", 2)
         own["v2" if hierarchy == "0" else controllers] = path
     places = []
-    for mount, base, kind, options in _mounts(root):
+    for mount, base, kind, options in mounts(root):
         if kind == "cgroup2" and "v2" in own:
-            for directory in _upwards(mount, _below(mount, base, own["v2"])):
+            for directory in ancestors(mount, base, own["v2"]):
                 if "memory" in _read(directory / "cgroup.controllers").split():
                     places.append(Place(directory, V2))
         elif kind == "cgroup" and "memory" in options:
             path = next((p for names, p in own.items() if "memory" in names.split(",")), "/")
-            places.append(Place(_below(mount, base, path), V1))
+            places.append(Place(next(ancestors(mount, base, path)), V1))
     return places
-
-
-def _mounts(root: Path) -> Iterator[tuple[Path, str, str, list[str]]]:
-    """(mount point, its root in the hierarchy, file system, options) from mountinfo."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, tail = left.split(), right.split()
-        if len(fields) >= 5 and len(tail) >= 3:
-            yield root / fields[4].lstrip("/"), fields[3], tail[0], tail[2].split(",")
-
-
-def _below(mount: Path, base: str, path: str) -> Path:
-    """The directory of a group; the mount itself when the group lies outside of what is mounted."""
-    inside = path[len(base.rstrip("/")) :] if path.startswith(base.rstrip("/")) else path
-    directory = mount / inside.lstrip("/")
-    return directory if directory.is_dir() else mount
-
-
-def _upwards(mount: Path, directory: Path) -> Iterator[Path]:
-    while directory != mount and mount in directory.parents:
-        yield directory
-        directory = directory.parent
-    yield mount
 
 
 def _read(path: Path) -> str:
