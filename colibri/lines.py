@@ -55,9 +55,12 @@ def _history(state: State, new: list[str]) -> "History":
 
     if not state.keep("what is typed", lambda: _remember(state, [])):
         return InMemoryHistory()
+    place = state.place("history")
 
     class Typed(FileHistory):
         def load_history_strings(self) -> Iterable[str]:
+            if not place.is_file():  # a device may never end
+                return []
             try:
                 return [*super().load_history_strings()]
             except OSError:  # it can be written all the same
@@ -66,7 +69,7 @@ def _history(state: State, new: list[str]) -> "History":
         def store_string(self, string: str) -> None:
             new.append(string)
 
-    return Typed(state.place("history"))
+    return Typed(place)
 
 
 def _remember(state: State, texts: list[str]) -> None:

@@ -272,16 +272,20 @@ def test_ctrl_z_is_no_text():
         person.until("> abcd$")
 
 
-@pytest.mark.parametrize("fault", ["gone", "full"])
+@pytest.mark.parametrize("fault", ["gone", "full", "device"])
 def test_history_that_cannot_be_kept(kept, fault):
-    """A disk that is full, or a directory that became a file: one warning, and the chat goes on."""
+    """A disk that is full, a directory that became a file, a device that takes nothing and never
+    ends: one warning, and the chat goes on."""
     state = Path(kept["COLIBRI_STATE"])
+    if fault == "device":
+        state.mkdir()
+        (state / "history").symlink_to("/dev/full")
     with Person(*CHAT, columns=200, **kept) as person:
         person.ready()
         if fault == "gone":
             shutil.rmtree(state)
             state.write_text("")
-        else:
+        elif fault == "full":
             (state / "history").unlink()
             (state / "history").symlink_to("/dev/full")
         for line in ("/stats", "/system", "/stats"):
