@@ -21,9 +21,9 @@ SANITIZED := encoder checksum quantize convert repack session saved residency re
 demo: $(BUILT)
 	$(BIN)/colibri run --prompt "Tell me a story about a fox."
 
-## test: everything that must hold
+## test: everything that must hold; three at a time, since tests of commands wait half of their time
 test: $(VENV)/tools
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 ## search: the tests that draw their examples, with new ones each time
 search: $(VENV)/tools
@@ -78,9 +78,11 @@ $(VENV)/made:
 	@touch $@
 
 # Editable, so that Python sources are used as they are; the core is compiled again when it changed.
+# Pip does not compile such sources, and where PYTHONDONTWRITEBYTECODE is set nothing else would.
 $(BUILT): $(VENV)/made pyproject.toml setup.py csrc/build.py $(SOURCES) $(HEADERS)
 	@echo "compiling the core and installing what it needs: some minutes, once"
 	$(PIP) install --no-build-isolation --editable .
+	$(BIN)/python -m compileall -q colibri
 	@touch $@
 
 $(VENV)/tools: $(BUILT)

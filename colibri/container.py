@@ -60,7 +60,7 @@ class Container(Contents):
         """Numbers of the shards that hold routed experts."""
         tables = self._experts.values()
         places = (table[name] for table in tables for name in ("shard", "scale_shard"))
-        return sorted({int(number) for place in places for number in np.unique(place)})
+        return sorted(set().union(*(place.ravel().tolist() for place in places)))
 
     @property
     def is_own_layout(self) -> bool:

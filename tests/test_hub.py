@@ -165,8 +165,9 @@ def test_nothing_is_kept_where_nothing_was_done(source, tmp_path):
     kept = start(hub, target, tmp_path / "home").communicate(timeout=60)[1]
     assert "what is done is kept" in kept
     hub.close()
-    for place, more in ((tmp_path / "new", ()), (target, ("--dry-run",)), (target, ("--replace",))):
-        errors.append(start(hub, place, tmp_path / "home", *more).communicate(timeout=60)[1])
+    again = [(tmp_path / "new", ()), (target, ("--dry-run",)), (target, ("--replace",))]
+    runs = [start(hub, place, tmp_path / "home", *more) for place, more in again]
+    errors += [process.communicate(timeout=60)[1] for process in runs]
     for text in errors:
         assert "could not be fetched: " in text and "run the same command again" in text
         assert "is kept" not in text
