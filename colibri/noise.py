@@ -30,6 +30,7 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1  # whether a draft stands
     DRAFT = 2  # a draft that must not know the pick
     RESIDUAL = 3  # the token that replaces a refused draft
+    BLOCK = 4  # whether drafts stand up to this one
 
 
 def fresh_seed() -> int:

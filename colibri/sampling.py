@@ -103,9 +103,13 @@ class Distribution:
             raise SamplingError(f"token {token} is the only one possible, and it was ruled out")
         return self if keep.all() else Distribution.of(self.ids[keep], self.weights[keep])
 
-    def minus(self, other: Distribution) -> Distribution:
-        """max(p - q, 0), normalised: what replaces a refused draft that was drawn from `other`."""
-        rest = np.maximum(self.p - other.probs(self.ids), 0.0)
+    def surplus(self, other: Distribution, share: float = 1.0) -> Floats:
+        """max(share p - q, 0) of `ids`, with q the other's probabilities."""
+        return np.maximum(share * self.p - other.probs(self.ids), 0.0)
+
+    def minus(self, other: Distribution, share: float = 1.0) -> Distribution:
+        """The surplus, normalised: what replaces a refused draft that was drawn from `other`."""
+        rest = self.surplus(other, share)
         keep = rest > 0
         return Distribution.of(self.ids[keep], rest[keep]) if keep.any() else self
 
@@ -179,9 +183,9 @@ class Sampler:
                 shortest, winner = wait, at
         return int(ids[winner])
 
-    def accept(self, probability: float, position: int) -> bool:
+    def accept(self, probability: float, position: int, purpose: Purpose = Purpose.ACCEPT) -> bool:
         """Whether a draft for `position` stands: true with this probability (1 is always)."""
-        return noise.uniform(self.seed, position, Purpose.ACCEPT) < probability
+        return noise.uniform(self.seed, position, purpose) < probability
 
     def _row(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
         """The logits of real tokens and the index of the best; NaN and +Inf become -Inf."""

@@ -147,14 +147,17 @@ class _Turn:
     def _judge(self, logits: NDArray[np.float32], drafts: Drafts, base: int) -> tuple[int, int]:
         """How many drafts stand, and the token after them; logits[i] decides position base + i.
 
-        A draft that stands but is a stop counts as the token after: nothing behind it is kept.
+        A draft that stands but is a stop counts as the token after: nothing behind it is kept, or
+        even judged.
         """
-        for i, draft in enumerate(drafts.ids):
-            token = self.rule.settle(logits[i], base + i, draft, drafts.q[i])
-            if token != draft or token in self.stops:
-                return i, token
-        last = len(drafts.ids)
-        return last, self.sampler.pick(logits[last], base + last)
+        ids = drafts.ids
+        end = next((i + 1 for i, draft in enumerate(ids) if draft in self.stops), len(ids))
+        accepted, token = self.rule.judge(logits, base, ids[:end], drafts.q[:end])
+        if token is not None:
+            return accepted, token
+        if end and ids[end - 1] in self.stops:
+            return end - 1, ids[end - 1]
+        return end, self.sampler.pick(logits[end], base + end)
 
     def _record(self, drafts: Drafts, accepted: int, token: int) -> None:
         """Acceptance is counted over committed tokens only: a stop cuts off what follows it."""

@@ -7,6 +7,7 @@ Each rule leaves the distribution of the text exactly as plain sampling has it; 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +20,10 @@ from colibri.noise import Purpose
 from colibri.sampling import Distribution, Sampler
 
 Row = NDArray[np.float32]
+Rows = NDArray[np.float32]
 Proposal = tuple[int, float, "Distribution | None"]  # token, confidence, what it was drawn from
 
-_ATTEMPTS = 1 << 10  # draft positions of one step; keeps the keys of draft draws apart
+_ATTEMPTS = 1 << 10  # draft positions of one step; keeps the keys of a step's draws apart
 
 
 class Mode(str, enum.Enum):
@@ -33,7 +35,7 @@ class Mode(str, enum.Enum):
 
 
 class Verification(Protocol):
-    """One rule: how a drafter turns its logits into a draft, and how the draft is judged."""
+    """One rule: how a drafter turns its logits into a draft, and how drafts are judged."""
 
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
         """The draft for `position`, `step` drafts after the pending token; None: no finite logit.
@@ -42,11 +44,35 @@ class Verification(Protocol):
         random draw: the depth policy may drop the draft because of it, which would bias the text.
         """
 
-    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+    def judge(
+        self, logits: Rows, position: int, drafts: Sequence[int], q: Sequence[Distribution | None]
+    ) -> tuple[int, int | None]:
+        """How many drafts stand, from the first on, and what replaces the next; None: all stand.
+
+        Row i of the main model's logits [at least len(drafts), vocab] decides `position` + i; q[i]
+        is what drafts[i] was drawn from, None for one that was certain.
+        """
+
+
+class InOrder:
+    """Rules that judge a draft by its own row alone: the first that falls ends the block."""
+
+    def settle(self, logits: Row, position: int, draft: int) -> int:
         """The token at `position` given the main model's logits: the draft, or what replaces it."""
+        raise NotImplementedError
+
+    def judge(
+        self, logits: Rows, position: int, drafts: Sequence[int], q: Sequence[Distribution | None]
+    ) -> tuple[int, int | None]:
+        """See Verification."""
+        for i, draft in enumerate(drafts):
+            token = self.settle(logits[i], position + i, draft)
+            if token != draft:
+                return i, token
+        return len(drafts), None
 
 
-class Matching:
+class Matching(InOrder):
     """Greedy and coupled: a draft stands when it is the token that would be picked anyway."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -62,7 +88,7 @@ class Matching:
             return None
         return token, self._confidence(logits, token), None
 
-    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+    def settle(self, logits: Row, position: int, draft: int) -> int:
         """What plain decoding picks here, whatever was drafted."""
         return self.sampler.pick(logits, position)
 
@@ -73,7 +99,7 @@ class Matching:
         return float(lib.clb_confidence(row, used, token, self._scale, self._scratch))
 
 
-class Rejection:
+class Rejection(InOrder):
     """Drafts are certain: one stands with the probability the main model gives it.
 
     A refused draft is banned (`carry_ban`) from the pick that replaces it.
@@ -93,7 +119,7 @@ class Rejection:
         weights = elementary.exp(z[z > -40.0])  # exp of ours: depth, hence text, depends on it
         return token, 1.0 / elementary.fold_sum(weights), None
 
-    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
+    def settle(self, logits: Row, position: int, draft: int) -> int:
         """Accept with p(draft), else draw from p without it (2211.17192 for a point mass)."""
         p = self.sampler.distribution(logits)
         if self.sampler.accept(p.prob(draft), position):
@@ -102,7 +128,11 @@ class Rejection:
 
 
 class Probabilistic:
-    """Drafts are drawn from the drafter's own q, shaped by the same temperature and cuts as p."""
+    """Drafts are drawn from the drafter's own q, shaped by the same temperature and cuts as p.
+
+    They are judged together: block verification (Sun et al., arXiv 2403.10444) accepts as many as
+    any rule can, and never fewer than min(1, p/q) for one after the other.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -118,14 +148,32 @@ class Probabilistic:
         token = self.sampler.draw(q, attempt, Purpose.DRAFT)
         return token, float(q.weights.max() / q.total), q
 
-    def settle(self, logits: Row, position: int, draft: int, q: Distribution | None) -> int:
-        """Accept with min(1, p/q), else draw from max(p - q, 0)."""
-        if q is None:
-            return self._certain.settle(logits, position, draft, q)
-        p = self.sampler.distribution(logits)
-        if self.sampler.accept(p.prob(draft) / q.prob(draft), position):
-            return draft
-        return self.sampler.draw(p.minus(q), position, Purpose.RESIDUAL)
+    def judge(
+        self, logits: Rows, position: int, drafts: Sequence[int], q: Sequence[Distribution | None]
+    ) -> tuple[int, int | None]:
+        """The longest accepted beginning stands; behind it a draw from max(share p - q, 0).
+
+        share (p_i in the paper) is how probable the first i drafts are under p, of what they are
+        under q, at most 1 after each of them.
+        """
+        drawn = [of for of in q if of is not None]
+        if len(drawn) < len(drafts):
+            return self._certain.judge(logits, position, drafts, q)
+        count = len(drafts)
+        p = [self.sampler.distribution(row) for row in logits[:count]]
+        share, stand, kept = 1.0, 0, 1.0
+        for i, draft in enumerate(drafts):
+            share = min(1.0, share * p[i].prob(draft) / drawn[i].prob(draft))
+            chance = share
+            if i + 1 < count and share < 1.0:
+                more = elementary.fold_sum(p[i + 1].surplus(drawn[i + 1], share))
+                chance = more / (more + 1.0 - share)
+            if self.sampler.accept(chance, position * _ATTEMPTS + i, Purpose.BLOCK):
+                stand, kept = i + 1, share
+        if stand == count:
+            return count, None
+        rest = p[stand].minus(drawn[stand], kept)
+        return stand, self.sampler.draw(rest, position + stand, Purpose.RESIDUAL)
 
 
 def verification(sampler: Sampler, mode: Mode | str) -> Verification:

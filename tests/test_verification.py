@@ -20,7 +20,9 @@ from toy import (
 
 from colibri.costs import FixedCosts
 from colibri.depth import Controller, Fixed
+from colibri.drafting import Drafts
 from colibri.ledger import Ledger
+from colibri.noise import Purpose
 from colibri.sampling import Sampler, SamplingParams
 from colibri.speculation import Limits
 from colibri.verification import Matching, Mode, Probabilistic, Rejection, verification
@@ -126,6 +128,64 @@ def test_cut_distributions_are_kept(mode, cut):
     for text, chance in Walk.paths(run):
         table[text] += chance
     assert distance(table, exact(model, params, PROMPT, TOKENS)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stop_among_drafts_changes_nothing(mode):
+    """Texts that end at a stop are as probable as in plain sampling, wherever it was drafted."""
+    params, stop = SamplingParams(temperature=1.2, top_k=5, seed=1), 2
+
+    def run(walk: Walk):
+        session = ToySession(model, PROMPT)
+        toy, sampler = ToyDrafter(few), WalkedSampler(params, walk)
+        limits = Limits(TOKENS, frozenset({stop}))
+        tokens, ended = generate(session, sampler, toy, Fixed(3), limits, Ledger(), mode)
+        return (*tokens, stop) if ended == "stop" else tuple(tokens)
+
+    table: Counter = Counter()
+    for text, chance in Walk.paths(run):
+        table[text] += chance
+    plain: Counter = Counter()
+    for text, chance in exact(model, params, PROMPT, TOKENS).items():
+        plain[text[: text.index(stop) + 1] if stop in text else text] += chance
+    assert any(stop in text for text in plain)
+    assert distance(table, plain) < 1e-12
+
+
+class OneByOne(Probabilistic):
+    """The rule that block verification improves on: min(1, p/q) for one draft after the other."""
+
+    def judge(self, logits, position, drafts, q):
+        for i, draft in enumerate(drafts):
+            p = self.sampler.distribution(logits[i])
+            if not self.sampler.accept(p.prob(draft) / q[i].prob(draft), position + i):
+                return i, self.sampler.draw(p.minus(q[i]), position + i, Purpose.RESIDUAL)
+        return len(drafts), None
+
+
+def near(tokens):
+    """A drafter that mostly agrees with the model."""
+    return 0.6 * model(tokens) + 0.8 * drawn("near", tokens)
+
+
+@pytest.mark.parametrize(("drafter", "gain"), [(model, 0), (wrong, 0), (few, 0), (near, 0.07)])
+def test_a_block_accepts_more(drafter, gain):
+    """Three drafts judged together stand at least as often as one by one, all branches summed; a
+    drafter that mostly agrees loses fewer."""
+
+    def expected(rule: type[Probabilistic]) -> float:
+        def run(walk: Walk) -> int:
+            judge = rule(WalkedSampler(SamplingParams(1.2, top_k=4, seed=1), walk))
+            text, drafts, rows = [*PROMPT, 7], Drafts(), []
+            for step in range(3):
+                rows.append(model(text + drafts.ids))
+                proposal = judge.propose(drafter(text + drafts.ids), step, step)
+                drafts.add(*proposal)
+            return judge.judge(np.stack(rows), 0, drafts.ids, drafts.q)[0]
+
+        return sum(stand * chance for stand, chance in Walk.paths(run))
+
+    assert expected(Probabilistic) - expected(OneByOne) > gain - 1e-12
 
 
 class Sorting(Fixed):

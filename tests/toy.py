@@ -161,8 +161,8 @@ class WalkedSampler(Sampler):
             _KNOWN[key] = super().distribution(logits)
         return _KNOWN[key]
 
-    def accept(self, probability: float, position: int) -> bool:
-        return not self._split((position, Purpose.ACCEPT), [min(probability, 1.0)])
+    def accept(self, probability: float, position: int, purpose=Purpose.ACCEPT) -> bool:
+        return not self._split((position, purpose), [min(probability, 1.0)])
 
     def pick(self, logits, position) -> int:
         return self.draw(self.distribution(logits), position)
