@@ -1,6 +1,6 @@
 """config.json: what the model is. Every field that has a role is read, checked and kept."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Context, Decimal
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +136,18 @@ class ModelConfig:
                 "only the tokenizer's own end tokens will stop generation"
             )
         return cls(**values, warnings=tuple(fields.warnings))
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The fields that a computed number can depend on: not when a text ends, nor warnings."""
+        beside = ("eos_token_ids", "pad_token_id", "quantization", "max_position_embeddings",
+                  "warnings")  # fmt: skip
+        return {name: value for name, value in asdict(self).items() if name not in beside}
+
+    @property
+    def sparse_layers(self) -> int:
+        """Main layers that route to experts."""
+        return self.mlp_types.count(SPARSE)
 
     @property
     def mtp_layer(self) -> int | None:

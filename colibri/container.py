@@ -1,6 +1,7 @@
 """A model directory, opened: its configuration, and where every matrix lies in its shards."""
 
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -72,8 +73,9 @@ class Container(Contents):
         """32 hex digits over names, sizes and headers of all shards and the architecture."""
         digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
-            digest.update(f"{shard.path.name}\0{shard.size}\0{shard.digest}\n".encode())
-        digest.update(repr(self.config).encode())
+            digest.update(os.fsencode(shard.path.name))
+            digest.update(f"\0{shard.size}\0{shard.digest}\n".encode())
+        digest.update(repr(self.config.architecture).encode())
         return digest.hexdigest()
 
     def matrix(self, name: str) -> MatrixRef:

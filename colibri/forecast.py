@@ -177,14 +177,10 @@ class Forecaster:
         reading = self._reading(missed / some, shape.expert) if some else 0.0
         waiting = some * max(0.0, reading + one - computing)
         other = rows * layers * self.speeds.layer_seconds  # norms, choices: each row its own
-        parts = {
-            DISK: sparse * waiting,
-            bound: dense + head,
-            PRODUCTS: attention,
-            STEPS: other,
-        }
-        parts[expert_bound] = parts.get(expert_bound, 0.0) + sparse * computing
-        limit = max(parts, key=lambda name: parts[name])
+        parts = {DISK: sparse * waiting, MEMORY: 0.0, PRODUCTS: attention, STEPS: other}
+        parts[bound] += dense + head
+        parts[expert_bound] += sparse * computing
+        limit = max(parts, key=parts.__getitem__)
         return Parts(dense, attention, head, sparse * computing, sparse * waiting, other, limit)
 
     def prefill(self, length: int, slots: float, chunk: int) -> float:
@@ -251,7 +247,6 @@ class Forecaster:
         shape, config = self.shape, self.shape.config
         latent = config.kv_lora_rank
         width = latent + config.qk_rope_head_dim
-        seconds = 0.0
         keys = min(position, config.index_topk) if shape.selecting else position
         products = config.num_hidden_layers * config.num_attention_heads * keys * (width + latent)
         scored = position if shape.selecting and position > config.index_topk else 0

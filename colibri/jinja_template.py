@@ -69,9 +69,10 @@ def compile_template(source: str, where: str) -> Callable[[dict[str, Any]], str]
     environment.globals["strftime_now"] = _strftime_now
     try:
         template = environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
+    except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise ConfigError(
-            f"{where}: the chat template does not compile: line {error.lineno}: {error.message}. "
+            f"{where}: the chat template does not compile: {line}{error}. "
             "Restore it from the model's repository, or remove it to use the built-in template."
         ) from None
 

@@ -14,7 +14,7 @@ from colibri.errors import UsageError
 
 PREFIX = "COLIBRI_"
 DRAFT_LIMIT = 15
-_UNITS = {"": 1 << 30, "G": 1 << 30, "M": 1 << 20, "T": 1 << 40}
+_UNITS = {"G": 1 << 30, "M": 1 << 20, "T": 1 << 40}
 
 
 # ---- kinds of values ----------------------------------------------------------------------------
@@ -59,10 +59,10 @@ class Size:
 
     def parse(self, text: str) -> int:
         """Bytes."""
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([GMT]?)(?:i?B)?", text, re.ASCII | re.I)
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?: ?([GMT])(?:i?B)?)?", text, re.A | re.I)
         if not found:
             raise ValueError
-        size = int(float(found[1]) * _UNITS[found[2].upper()])
+        size = int(float(found[1]) * _UNITS[(found[2] or "G").upper()])
         if not 1 << 20 <= size <= 1 << 50:
             raise ValueError
         return size

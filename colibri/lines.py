@@ -4,6 +4,7 @@ A line may be continued: it ends in a backslash, or it lies between two lines of
 pipe every line is a turn of its own.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -136,6 +137,8 @@ class PlainLines:
 
     def __init__(self, shown: TextIO) -> None:
         self._shown = shown
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `clean` replaces them
 
     def read(self) -> str | None:
         """A message, continuations included."""

@@ -215,7 +215,7 @@ def _records(container: Container, size: int) -> tuple[int, list[int]]:
         return shard, found[shard]
     sizes = [shard.size for shard in container.shards]
     shard = max(range(len(sizes)), key=lambda number: (mirrored[number], sizes[number]))
-    places = list(range(0, sizes[shard] - size, size))
+    places = list(range(0, sizes[shard] - size + 1, size))
     if not places:
         path = container.shards[shard].path
         raise UsageError(f"{path}: is smaller than one expert; nothing to read")

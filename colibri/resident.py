@@ -28,6 +28,7 @@ class Resident:
         self._state = state
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._unread: list[Pair] = []  # of a `fill` that was cut short
 
     @property
     def applies(self) -> bool:
@@ -41,10 +42,10 @@ class Resident:
         return self._state.place("resident", f"{self._engine.container.fingerprint}.json")
 
     def save(self) -> None:
-        """Remember what is in memory now, the most recently used first."""
+        """Remember what is in memory now, most recently used first, then what was yet to be read."""
         if not self.applies:
             return
-        pairs = [list(pair) for pair in self._engine.model.resident()]
+        pairs = [*dict.fromkeys([*self._engine.model.resident(), *self._unread])]
 
         def write() -> None:
             make_directory(self.path.parent)
@@ -78,13 +79,14 @@ class Resident:
 
     def fill(self, progress: Progress | None = None) -> int:
         """Read them all, now; returns how many."""
-        pairs = self.remembered()
+        pairs = self._unread = self.remembered()
         done = 0
         for block in self._blocks(pairs):
             if self._stop.is_set():
                 break
             self._engine.model.warm(block)
             done += len(block)
+            self._unread = pairs[done:]
             if progress:
                 progress("reading experts", done, len(pairs))
         self._order(pairs)

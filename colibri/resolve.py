@@ -166,7 +166,7 @@ def own_records(shard: Shard) -> dict[str, Any]:
 
 def _section(shard: Shard, name: str) -> dict[str, Any]:
     text = shard.metadata.get(name, "{}")
-    return parse_object(text.encode(), f"{shard.path}: __metadata__.{name}", ContainerError)
+    return parse_object(text.encode("utf-8", "surrogatepass"), f"{shard.path}: __metadata__.{name}", ContainerError)
 
 
 def _format(entry: Any, where: str) -> Format:

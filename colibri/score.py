@@ -36,7 +36,7 @@ class Score:
     @property
     def per_byte(self) -> float:
         """Nats a byte of text: comparable between tokenizers."""
-        return self.nats / self.scored_bytes
+        return self.nats / self.scored_bytes if self.scored_bytes else math.nan
 
     @property
     def perplexity(self) -> float:

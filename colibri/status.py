@@ -47,4 +47,5 @@ def hit_rate(receipt: Receipt) -> float | None:
     uses = receipt.answer_counters["expert_uses"]
     if not receipt.slots_per_layer or not uses:
         return None
-    return 1 - receipt.answer_counters["expert_loads"] / uses
+    loads = receipt.answer_counters["expert_loads"]  # a cancelled step's count, its uses do not
+    return 1 - min(loads, uses) / uses

@@ -243,7 +243,8 @@ def _check_bytes(
 def _pieces(shard: Shard) -> Iterator[_Piece]:
     """A shard's tensors in the pieces that were checksummed, or whole."""
     where = f"{shard.path}: __metadata__.checksums"
-    sums = parse_object(shard.metadata.get("checksums", "{}").encode(), where, ContainerError)
+    text = shard.metadata.get("checksums", "{}").encode("utf-8", "surrogatepass")
+    sums = parse_object(text, where, ContainerError)
     for tensor in sorted(shard.tensors, key=lambda t: t.offset):
         entry = sums.get(tensor.name)
         if entry is None:
