@@ -73,6 +73,7 @@ struct clb_model {
     clb_layer top;       /* embedding, final norm, head */
     clb_residency *residency;
     pthread_mutex_t step; /* one step at a time: the pool and the residency serve one caller */
+    int64_t steps;        /* begun by all sessions: which step used or loaded a slot */
 };
 
 /* ---- activations and scratch ---------------------------------------------------------------- */

@@ -332,7 +332,6 @@ static clb_row_fault encode_rows(const clb_encoding *e, int64_t first, int64_t l
                                  uint8_t *codes, uint8_t *scales) {
     scratch s;
     int64_t width = e->groups * e->group, rows = last - first, count = rows * e->groups;
-    int64_t scale_bytes = e->shape.scale_format == CLB_F16 ? 2 : 4;
     place_scratch(e, memory, &s);
     if (has_nan_codes(e->source, first, last)) return CLB_ROW_NOT_FINITE;
     for (int64_t r = 0; r < rows; r++)
@@ -348,7 +347,7 @@ static clb_row_fault encode_rows(const clb_encoding *e, int64_t first, int64_t l
         code_row(e, s.rows + r * width, s.stored + r * e->groups, s.codes);
         pack(e, s.codes, codes + (first + r) * e->shape.row_bytes);
     }
-    store_scales(e->shape.scale_format, s.stored, count, scales + first * e->groups * scale_bytes);
+    store_scales(e->shape.scale_format, s.stored, count, scales + first * e->groups * clb_scale_size(&e->shape));
     return CLB_ROW_GOOD;
 }
 

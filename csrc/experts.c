@@ -41,7 +41,7 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     r->populated = calloc((size_t)all + 1, 1);
     if (!r->where || !r->populated) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
     for (int64_t i = 0; i < all; i++) r->where[i] = CLB_NONE;
-    if (r->io == CLB_IO_MMAP || r->io == CLB_IO_MMAP_TIGHT) return CLB_OK;
+    if (clb_is_mapped(r)) return CLB_OK;
     int32_t code = open_pool(m, &r->pools[0], 0, c->layers, per_layer,
                              r->pilot.mode ? CLB_PILOT_SLOTS : 0, error);
     if (!code) code = open_pool(m, &r->pools[1], c->layers, m->layer_count, per_layer, 0, error);
@@ -98,7 +98,7 @@ void clb_residency_free(clb_residency *r) {
 /* ---- leases --------------------------------------------------------------------------------- */
 
 int64_t clb_residency_room(const clb_residency *r, int64_t layer) {
-    if (r->io == CLB_IO_MMAP || r->io == CLB_IO_MMAP_TIGHT) return INT64_MAX;
+    if (clb_is_mapped(r)) return INT64_MAX;
     return r->pools[layer == r->mtp_layer].count;
 }
 
@@ -113,7 +113,7 @@ static void address_lease(const clb_expert *e, const clb_slots *p, clb_lease *le
     }
 }
 
-static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error *error) {
+static int32_t load_slot(clb_model *m, clb_lease *lease, clb_error *error) {
     clb_slots *p = clb_pool_of(m->residency, lease->layer);
     int32_t i;
     while ((i = clb_slots_take(p)) == CLB_NONE)
@@ -122,7 +122,7 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, int64_t step, clb_error
     const clb_slot *out = &p->slots[i];
     if (out->layer != CLB_NONE) *clb_where(m, out->layer, out->expert) = CLB_NONE;
     *clb_where(m, lease->layer, lease->expert) = i;
-    clb_load_start(m, p, i, lease->layer, lease->expert, step);
+    clb_load_start(m, p, i, lease->layer, lease->expert);
     m->residency->pilot.quiet = 0; /* experts are missing: guesses may be of use */
     lease->slot = i;
     return CLB_OK;
@@ -138,7 +138,7 @@ static bool forget_failed(clb_model *m, clb_slots *p, int32_t i) {
     return true;
 }
 
-static int32_t lease_slot(clb_model *m, clb_lease *lease, int64_t step, clb_counters *counters,
+static int32_t lease_slot(clb_model *m, clb_lease *lease, clb_counters *counters,
                           clb_error *error) {
     clb_slots *p = clb_pool_of(m->residency, lease->layer);
     lease->slot = *clb_where(m, lease->layer, lease->expert);
@@ -148,7 +148,7 @@ static int32_t lease_slot(clb_model *m, clb_lease *lease, int64_t step, clb_coun
         counters->pilot_useful += lease->slot != CLB_NONE;
     }
     if (lease->slot == CLB_NONE) {
-        int32_t code = load_slot(m, lease, step, error);
+        int32_t code = load_slot(m, lease, error);
         if (code) return code;
         counters->expert_loads++;
         counters->read_bytes += m->layers[lease->layer].expert_bytes;
@@ -192,7 +192,7 @@ static void count_reads(clb_residency *r, clb_counters *counters) {
 int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_counters *counters,
                             clb_error *error) {
     clb_residency *r = m->residency;
-    bool mapped = r->io == CLB_IO_MMAP || r->io == CLB_IO_MMAP_TIGHT;
+    bool mapped = clb_is_mapped(r);
     for (int64_t i = 0; i < n; i++) {
         const clb_expert *e = &m->layers[leases[i].layer].experts[leases[i].expert];
         leases[i].gate = e->gate;
@@ -207,7 +207,7 @@ int32_t clb_residency_lease(clb_model *m, clb_lease *leases, int64_t n, clb_coun
         for (int64_t i = 0; i < n; i++) {
             bool there = *clb_where(m, leases[i].layer, leases[i].expert) != CLB_NONE;
             if (leases[i].slot != CLB_NONE || (!there && !missing)) continue;
-            int32_t code = lease_slot(m, &leases[i], counters->forwards, counters, error);
+            int32_t code = lease_slot(m, &leases[i], counters, error);
             if (code) return code;
         }
     clb_load_pump(m);

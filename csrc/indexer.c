@@ -44,8 +44,6 @@ void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
 
 /* ---- scores --------------------------------------------------------------------------------- */
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
     clb_session *s = job->s;
@@ -53,7 +51,7 @@ static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
-        int64_t last = least(first + KEY_TILE, job->cache_row + row + 1);
+        int64_t last = clb_least(first + KEY_TILE, job->cache_row + row + 1);
         if (first >= last) continue;
         s->model->kernels->index_scores(s->index_query + row * c->index_heads * c->index_dim,
                                         s->index_weight + row * c->index_heads, c->index_heads,
@@ -125,6 +123,8 @@ static void make_index_queries(clb_session *s, const clb_layer *layer, int64_t n
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
     float scale = 1.0f / sqrtf((float)c->index_heads * (float)c->index_dim);
+    s->counters.dense_bytes += clb_matrix_bytes(&layer->w[CLB_INDEX_Q]) +
+                               clb_matrix_bytes(&layer->w[CLB_INDEX_WEIGHTS]);
     clb_project(m, &layer->w[CLB_INDEX_Q], &s->in_latent, s->index_query,
                 c->index_heads * c->index_dim);
     clb_project(m, &layer->w[CLB_INDEX_WEIGHTS], &s->in_hidden, s->index_weight, c->index_heads);
@@ -140,7 +140,7 @@ void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
     if (rows->cache_row + rows->n <= c->index_topk) return; /* every row attends to all */
     make_index_queries(s, layer, rows->n);
     for (int64_t first = 0; first < rows->n; first += CLB_ROW_BLOCK) {
-        index_job job = {s, s->index_keys[number], first, least(CLB_ROW_BLOCK, rows->n - first), 0,
+        index_job job = {s, s->index_keys[number], first, clb_least(CLB_ROW_BLOCK, rows->n - first), 0,
                          rows->cache_row};
         job.tiles = (rows->cache_row + first + job.n + KEY_TILE - 1) / KEY_TILE;
         for (int64_t r = 0; r < job.n; r++)

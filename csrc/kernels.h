@@ -22,6 +22,10 @@ enum {
     CLB_RUN = 32,   /* blocks of int4 whose offsets are taken off together */
 };
 
+static inline int64_t clb_least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t clb_most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t clb_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
 typedef struct clb_matrix { /* a matrix in memory, any alignment */
     int32_t format, scale_format;
     int64_t rows, cols;

@@ -52,7 +52,7 @@ static void submit_piece(clb_model *m, clb_pending *p, int32_t drive) {
     r->coming[drive] += length;
     r->last_drive = drive;
     if (drive > 0) r->mirror_bytes += length;
-    clb_reader_submit(r->reader, &r->reads[i], 1);
+    clb_reader_submit(r->reader, &r->reads[i]);
     p->offset += length;
 }
 
@@ -104,15 +104,14 @@ bool clb_load_idle(const clb_residency *r) {
     return r->queue_head == r->queue_tail && r->free_count == CLB_ALL_READS;
 }
 
-void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert,
-                    int64_t step) {
+void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert) {
     clb_residency *r = m->residency;
     clb_slot *s = &pool->slots[i];
     clb_pending *next = &r->queue[r->queue_tail++ % r->queue_size];
     s->layer = layer;
     s->expert = expert;
     s->failed = false;
-    s->loaded_step = step;
+    s->loaded_step = m->steps;
     s->used_step = -1;
     *next = (clb_pending){.pool = pool, .slot = i,
                           .places = clb_extents_of(&m->layers[layer].experts[expert])};

@@ -83,10 +83,9 @@ static int32_t run_crew(crew *c, double *rate, clb_error *error) {
         pthread_join(members[i].id, NULL);
         *rate += members[i].rate;
     }
-    int32_t size = c->size;
     free(members);
-    if (started == size) return CLB_OK;
-    return clb_fail(error, CLB_NO_MEMORY, "only %d of %d threads could be started", started, size);
+    if (started == c->size) return CLB_OK;
+    return clb_fail(error, CLB_NO_MEMORY, "only %d of %d threads could be started", started, c->size);
 }
 
 static int32_t check_crew(int32_t threads, double seconds, clb_error *error) {
@@ -279,7 +278,7 @@ static void submit_piece(disk_job *job) {
     job->reads[i] = (clb_read){.fd = job->fd, .offset = p->offsets[job->record] + job->offset,
                                .length = (uint32_t)length, .tag = i,
                                .out = job->memory + i * p->piece};
-    clb_reader_submit(job->reader, &job->reads[i], 1);
+    clb_reader_submit(job->reader, &job->reads[i]);
     job->offset += length;
     if (job->offset < p->record_bytes) return;
     job->offset = 0;

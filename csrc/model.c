@@ -317,7 +317,7 @@ int32_t clb_model_set_experts(clb_model *m, int32_t number, const clb_tensor *te
 
 /* ---- loading the dense part ----------------------------------------------------------------- */
 
-static int64_t aligned(int64_t n) { return (n + 63) / 64 * 64; }
+static int64_t aligned(int64_t n) { return clb_round_up(n, 64); }
 
 /* Bytes of role's copy: vectors become f32, matrices keep their bytes. */
 static void copy_sizes(const clb_matrix *w, int32_t role, int64_t *data, int64_t *scales) {
@@ -362,7 +362,8 @@ static int32_t plan_layer(clb_model *m, clb_layer *layer, int32_t number, int64_
         offsets[role] = *total;
         if (__builtin_add_overflow(*total, aligned(data) + aligned(scales), total))
             return clb_fail(error, CLB_INVALID, "layer %d is too large", number);
-        layer->dense_bytes += data + scales;
+        if (role != CLB_INDEX_Q && role != CLB_INDEX_WEIGHTS) /* read where keys are chosen */
+            layer->dense_bytes += data + scales;
     }
     if (layer->sparse && !layer->experts)
         return clb_fail(error, CLB_INVALID, "layer %d has no experts", number);

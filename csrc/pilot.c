@@ -85,7 +85,7 @@ static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t ra
         if (slot->layer != CLB_NONE || slot->reads_left) continue;
         r->pilot.rank[i] = rank;
         r->pilot.trust[rank].next = r->pilot.hints + r->pilot.trust[rank].gap;
-        clb_load_start(s->model, &r->pools[0], r->pilot.stage[i], layer, expert, s->step_id);
+        clb_load_start(s->model, &r->pools[0], r->pilot.stage[i], layer, expert);
         s->counters.pilot_reads++;
         return true;
     }

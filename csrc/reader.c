@@ -100,30 +100,26 @@ static int ring_enter(ring *r, unsigned submit, unsigned wait) {
 
 static bool may_pass(int why) { return why == EAGAIN || why == EBUSY || why == ENOMEM; }
 
-static bool ring_submit(ring *r, clb_read *reads, int32_t n, bool worker) {
-    struct io_uring_sqe *entries = r->entries;
-    unsigned tail = atomic_load_explicit(r->sq_tail, memory_order_relaxed);
-    for (int32_t i = 0; i < n; i++, tail++) {
-        struct io_uring_sqe *e = &entries[tail & r->sq_mask];
-        memset(e, 0, sizeof *e);
-        e->opcode = IORING_OP_READ;
-        e->fd = reads[i].fd;
-        e->off = (uint64_t)reads[i].offset;
-        e->addr = (uint64_t)(uintptr_t)reads[i].out;
-        e->len = reads[i].length;
-        e->user_data = (uint64_t)(uintptr_t)&reads[i];
-        e->flags = worker ? IOSQE_ASYNC : 0;
-        r->sq_array[tail & r->sq_mask] = tail & r->sq_mask;
+static bool ring_submit(ring *r, clb_read *read, bool worker) {
+    unsigned tail = atomic_load_explicit(r->sq_tail, memory_order_relaxed), at = tail & r->sq_mask;
+    struct io_uring_sqe *e = (struct io_uring_sqe *)r->entries + at;
+    memset(e, 0, sizeof *e);
+    e->opcode = IORING_OP_READ;
+    e->fd = read->fd;
+    e->off = (uint64_t)read->offset;
+    e->addr = (uint64_t)(uintptr_t)read->out;
+    e->len = read->length;
+    e->user_data = (uint64_t)(uintptr_t)read;
+    e->flags = worker ? IOSQE_ASYNC : 0;
+    r->sq_array[at] = at;
+    atomic_store_explicit(r->sq_tail, tail + 1, memory_order_release);
+    for (int tries = 0; tries < TRIES; tries++) {
+        int taken = ring_enter(r, 1, 0);
+        if (taken > 0) return true;
+        if (taken < 0 && !may_pass(errno)) return false;
+        sched_yield();
     }
-    atomic_store_explicit(r->sq_tail, tail, memory_order_release);
-    for (unsigned left = (unsigned)n, tries = 0; left > 0;) {
-        int taken = ring_enter(r, left, 0);
-        if (taken > 0) left -= (unsigned)taken;
-        else if (taken < 0 && !may_pass(errno)) return false;
-        else if (++tries == TRIES) return false;
-        else sched_yield();
-    }
-    return true;
+    return false;
 }
 
 static clb_read *ring_next(ring *r, bool wait) {
@@ -143,8 +139,8 @@ static clb_read *ring_next(ring *r, bool wait) {
 #else
 static bool ring_open(ring *r) { (void)r; return false; }
 static void ring_close(ring *r) { (void)r; }
-static bool ring_submit(ring *r, clb_read *reads, int32_t n, bool worker) {
-    (void)r, (void)reads, (void)n, (void)worker;
+static bool ring_submit(ring *r, clb_read *read, bool worker) {
+    (void)r, (void)read, (void)worker;
     return false;
 }
 static clb_read *ring_next(ring *r, bool wait) { (void)r; (void)wait; return NULL; }
@@ -193,10 +189,10 @@ static bool start_threads(clb_reader *r) {
     return true;
 }
 
-static void threads_submit(clb_reader *r, clb_read *reads, int32_t n) {
+static void threads_submit(clb_reader *r, clb_read *read) {
     pthread_mutex_lock(&r->lock);
-    for (int32_t i = 0; i < n; i++) push(&r->todo, &reads[i]);
-    pthread_cond_broadcast(&r->work);
+    push(&r->todo, read);
+    pthread_cond_signal(&r->work);
     pthread_mutex_unlock(&r->lock);
 }
 
@@ -241,10 +237,10 @@ void clb_reader_free(clb_reader *r) {
     free(r);
 }
 
-void clb_reader_submit(clb_reader *r, clb_read *reads, int32_t n) {
-    r->in_flight += n;
-    if (!r->uring) threads_submit(r, reads, n);
-    else if (!ring_submit(&r->ring, reads, n, r->worker)) r->broken = true;
+void clb_reader_submit(clb_reader *r, clb_read *read) {
+    r->in_flight++;
+    if (!r->uring) threads_submit(r, read);
+    else if (!ring_submit(&r->ring, read, r->worker)) r->broken = true;
 }
 
 clb_read *clb_reader_next(clb_reader *r, bool wait) {

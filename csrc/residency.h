@@ -58,6 +58,10 @@ struct clb_residency {
     clb_error fault;    /* why a read failed, until the step that needs the expert tells it */
 };
 
+static inline bool clb_is_mapped(const clb_residency *r) {
+    return r->io == CLB_IO_MMAP || r->io == CLB_IO_MMAP_TIGHT;
+}
+
 static inline clb_slots *clb_pool_of(clb_residency *r, int64_t layer) {
     return &r->pools[layer == r->mtp_layer];
 }
@@ -69,8 +73,7 @@ static inline int32_t *clb_where(const clb_model *m, int64_t layer, int64_t expe
 /* ---- loads.c ------------------------------------------------------------------------------- */
 
 /* Begins to fill slot i with an expert; the slot must be held by nobody. */
-void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert,
-                    int64_t step);
+void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int32_t expert);
 /* Puts as many of the waiting pieces in flight as the reader has room for. */
 void clb_load_pump(clb_model *m);
 /* Takes in what has arrived; waits for one read when asked. False: nothing is left to wait for. */

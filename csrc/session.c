@@ -3,8 +3,6 @@
 #include <string.h>
 #include "experts.h"
 
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* ---- memory --------------------------------------------------------------------------------- */
 
 typedef struct budget { /* a failed or overflowing allocation is noticed once, at the end */
@@ -64,7 +62,7 @@ static void take_attention(clb_session *s, budget *b) {
     s->selected = take(b, n, 1, (int64_t)sizeof *s->selected);
     s->selected_index = take(b, n, keys, (int64_t)sizeof *s->selected_index);
     s->mtp_seed_index = take(b, 1, keys, (int64_t)sizeof *s->mtp_seed_index);
-    s->thread_floats = most(CLB_HEAD_GROUP * s->context, CLB_ROW_TILE * c->kv_lora);
+    s->thread_floats = clb_most(CLB_HEAD_GROUP * s->context, CLB_ROW_TILE * c->kv_lora);
     s->thread_scratch = floats(b, threads, s->thread_floats);
     if (b->failed) return;
     for (int64_t r = 0; r < n; r++) s->selected[r].index = s->selected_index + r * keys;
@@ -73,8 +71,8 @@ static void take_attention(clb_session *s, budget *b) {
 static void take_rows(clb_session *s, budget *b) {
     const clb_config *c = &s->model->config;
     int64_t n = s->max_rows;
-    int64_t wide = most(s->pair_rows * c->moe_intermediate,
-                        n * most(c->intermediate, c->moe_intermediate * c->shared_experts));
+    int64_t wide = clb_most(s->pair_rows * c->moe_intermediate,
+                        n * clb_most(c->intermediate, c->moe_intermediate * c->shared_experts));
     s->x = floats(b, n, c->hidden);
     s->normed = floats(b, n, c->hidden);
     s->branch = floats(b, n, c->hidden);
@@ -95,13 +93,13 @@ static void take_rows(clb_session *s, budget *b) {
 static int32_t take_inputs(clb_session *s, budget *b) {
     const clb_config *c = &s->model->config;
     int64_t n = s->max_rows, blocks = CLB_BLOCK;
-    int64_t inner = most(c->intermediate, most(c->moe_intermediate * c->shared_experts,
+    int64_t inner = clb_most(c->intermediate, clb_most(c->moe_intermediate * c->shared_experts,
                                                c->moe_intermediate));
     struct { clb_input *input; int64_t rows, cols; } all[] = {
         {&s->in_hidden, n, c->hidden}, {&s->in_latent, n, c->q_lora},
         {&s->in_mixed, CLB_ROW_BLOCK * c->heads, c->kv_lora},
         {&s->in_heads, n, c->heads * c->v_head}, {&s->in_mlp, n, c->hidden},
-        {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, most(inner, blocks)},
+        {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, clb_most(inner, blocks)},
         {&s->in_head, n, c->hidden}, {&s->in_concat, c->has_mtp ? n : 1, 2 * c->hidden}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (clb_input_new(all[i].input, all[i].rows, all[i].cols, &b->bytes)) b->failed = true;
@@ -120,7 +118,7 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
     s->model = m;
     s->context = context;
     s->max_rows = max_rows;
-    s->pair_rows = most(max_rows, CLB_PAIR_BLOCK);
+    s->pair_rows = clb_most(max_rows, CLB_PAIR_BLOCK);
     s->window_rows = max_rows + (m->config.has_mtp ? CLB_WAITING : 0);
     s->watch_fd = -1;
     take_caches(s, &b);

@@ -11,7 +11,6 @@ enum {
 /* ---- where an expert's bytes go in a slot --------------------------------------------------- */
 
 static int64_t down_to_page(int64_t n) { return n / PAGE * PAGE; }
-static int64_t up_to_page(int64_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
 
 static bool before(const clb_place *a, const clb_place *b) {
     return a->shard != b->shard ? a->shard < b->shard : a->offset < b->offset;
@@ -37,7 +36,7 @@ clb_extents clb_extents_of(const clb_expert *e) {
         if (end > x->needed) x->needed = end;
     }
     for (int i = 0; i < out.count; i++) {
-        out.at[i].last = up_to_page(out.at[i].needed);
+        out.at[i].last = clb_round_up(out.at[i].needed, PAGE);
         out.at[i].out = out.bytes;
         out.bytes += out.at[i].last - out.at[i].first;
     }

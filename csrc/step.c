@@ -132,7 +132,7 @@ static float *hidden_room(clb_session *s, int64_t n) {
     int64_t width = s->model->config.hidden, first = s->length;
     if (s->length - s->window + n > s->window_rows) {
         if (s->mtp_length < first && s->length - s->mtp_length + n <= s->window_rows)
-            first = s->mtp_length > s->window ? s->mtp_length : s->window;
+            first = s->mtp_length;
         memmove(s->hidden, s->hidden + (first - s->window) * width,
                 (size_t)((s->length - first) * width) * sizeof(float));
         s->window = first;
@@ -142,13 +142,13 @@ static float *hidden_room(clb_session *s, int64_t n) {
 
 static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
                         clb_error *error) {
-    const clb_model *m = s->model;
+    clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
     clb_rows rows = {.n = n, .position = s->length, .cache_row = s->length};
     int32_t code = check_step(s, ids, n, error);
     if (code) return code;
     clb_residency_commit(s);
-    s->step_id = s->counters.forwards;
+    s->step_id = ++m->steps;
     clb_set_angles(s, &rows);
     clb_embed(s, ids, n, s->x, hidden);
     for (int64_t i = 0; i < m->config.layers; i++) {
