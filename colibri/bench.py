@@ -119,9 +119,7 @@ class Bench:
         self._figures: dict[str, Figure] = {}
         self._notes: dict[str, None] = {}
         self._record = record_bytes(container)
-        disk = None
-        if self._record:
-            disk = Disk.of_container(container, self._record, request.seed)
+        disk = Disk.of_container(container, self._record, request.seed)
         self._limits = Limits(request.isa or available_isas()[-1], disk, request.quick)
         draw = random.Random(request.seed)
         vocab = container.config.vocab_size
@@ -177,8 +175,7 @@ class Bench:
 
     def _everything(self) -> int:
         config = self.container.config
-        layers = sum(self.container.sparse[: config.num_hidden_layers])
-        experts = layers * config.n_routed_experts * self._record
+        experts = config.sparse_layer_count * config.n_routed_experts * self._record
         return dense_bytes(self.container, False) + experts
 
     def _prefill(self, session: Session) -> Sample:
@@ -316,14 +313,12 @@ class Bench:
             mapped = arm.io.startswith("mmap")
             slots = 0 if mapped else min(arm.slots, config.n_routed_experts)
             return Plan(arm.io, slots, 0, room, pilot=slots > 0 and arm.pilot != "off")
-        demand = Demand(
+        demand = Demand.of(
+            config,
             dense=model.dense_bytes,
             session=session.bytes,
             container=self.container.bytes,
-            experts=config.n_routed_experts,
-            layers=sum(self.container.sparse[: config.num_hidden_layers]),
             slot=model.slot_bytes(),
-            experts_per_token=config.num_experts_per_tok,
             spares=0 if arm.pilot == "off" else PILOT_SLOTS,
         )
         forgetful = State(None, self._say)
@@ -391,7 +386,7 @@ def describe_model(container: Container) -> dict[str, Any]:
         "bytes": container.bytes,
         "dense_bytes": dense_bytes(container, False),
         "record_bytes": record_bytes(container),
-        "sparse_layers": sum(container.sparse[: config.num_hidden_layers]),
+        "sparse_layers": config.sparse_layer_count,
         "experts": config.n_routed_experts,
         "experts_per_token": config.num_experts_per_tok,
         "products_per_token": figures.products_per_token(container),

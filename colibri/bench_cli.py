@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from colibri.cli import Command, settings_of
 from colibri.errors import UsageError
-from colibri.knobs import BY_NAME, Settings
+from colibri.knobs import BY_NAME
 
 if TYPE_CHECKING:
     from colibri.bench import Arm, Request
@@ -61,7 +62,7 @@ SECTION_WORDS = ("machine", "decode", "prefill", "rows", "stream")
 _COUNT = click.IntRange(min=1)
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @click.argument("model", required=False)
 @click.option("--only", type=Items(click.Choice(SECTION_WORDS)), help="What to measure.")
 @click.option("--threads", type=Items(_COUNT), help="[default: 1 and every core]")
@@ -131,7 +132,7 @@ _COUNT = click.IntRange(min=1)
     metavar="FILE",
     help="Keep every measurement.",
 )
-def bench_command(
+def command(
     model: str | None,
     mirror: str | None,
     trace: Path | None,
@@ -150,7 +151,7 @@ def bench_command(
     from colibri.engine import model_directory
     from colibri.mirror import directories
 
-    settings = Settings.resolve({"model": model, "mirror": mirror})
+    settings = settings_of({"mirror": mirror}, model)
     container = Container.open(model_directory(settings), directories(settings.mirror))
     request = replace(request_of(options), trace=trace is not None)
     if trace and "stream" not in request.sections:

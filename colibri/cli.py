@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from colibri import __version__, knobs
-from colibri.bench_cli import bench_command
 from colibri.errors import ColibriError, Exit, UsageError
 from colibri.knobs import Knob, Settings, Switch
 
@@ -31,7 +30,7 @@ SERVE_GROUPS = (
 )  # fmt: skip
 _SHORT = {"max_tokens": "-n"}
 _ELSEWHERE = {  # their modules, and the function where it is not `command`
-    "chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli",
+    "chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli", "bench": "bench_cli",
     "convert": "convert_cli:convert", "repack": "convert_cli:repack",
     "verify": "convert_cli:verify", "score": "convert_cli:score",
 }  # fmt: skip
@@ -246,9 +245,6 @@ def serve(model: str | None, **values: Any) -> int:
     from colibri.serve_cli import serve
 
     return serve(settings)
-
-
-cli.add_command(bench_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ class ModelConfig:
         return {name: value for name, value in asdict(self).items() if name not in beside}
 
     @property
-    def sparse_layers(self) -> int:
+    def sparse_layer_count(self) -> int:
         """Main layers that route to experts."""
         return self.mlp_types.count(SPARSE)
 

@@ -15,7 +15,7 @@ from colibri.contents import INDEX_FULL, INDEX_NONE, INDEX_SHARED, Contents
 from colibri.errors import ContainerError
 from colibri.experts import expert_table, matrix_ref
 from colibri.formats import FLOATS, Format, Kind, MatrixRef
-from colibri.inventory import EMBED, HEAD, PROJECTIONS, Entry
+from colibri.inventory import EMBED, HEAD, PROJECTIONS, Entry, records_name
 from colibri.mirror import Mirror, open_mirror
 from colibri.quantize import decode
 from colibri.resolve import Resolver, is_own
@@ -101,6 +101,13 @@ class Container(Contents):
             raise ContainerError(f"{self.directory}: layer {layer} has no expert {expert}")
         gate, up, down = (matrix_ref(table, expert, column) for column in range(3))
         return gate, up, down
+
+    def expert_bytes(self, layer: int) -> int:
+        """Bytes of one routed expert of a layer as it is read: its record, else its matrices."""
+        records = self.tensors.get(records_name(layer))
+        if records is not None:
+            return records.shape[1]
+        return sum(format_of(ref).nbytes(ref.rows, ref.cols) for ref in self.expert(layer, 0))
 
     def experts(self, layer: int) -> np.ndarray:
         """All experts of a layer as an array of clb_tensor: MATRIX_DTYPE [experts, 3]."""

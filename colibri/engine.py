@@ -143,16 +143,13 @@ class Engine:
 
     def demand(self) -> Demand:
         """What the model and its slots ask for."""
-        config = self.container.config
-        return Demand(
+        return Demand.of(
+            self.container.config,
             dense=self.model.dense_bytes or context.dense_bytes(self.container, self.model.has_mtp),
             session=self.slot.session.bytes * self.conversations,
             container=self.container.bytes,
-            experts=config.n_routed_experts,
-            layers=sum(self.container.sparse[: config.num_hidden_layers]),
             slot=self.model.slot_bytes(),
-            mtp_slot=self.model.slot_bytes(mtp=True) if self.model.has_mtp else 0,
-            experts_per_token=config.num_experts_per_tok,
+            mtp_slot=self.model.slot_bytes(mtp=True),
             spares=PILOT_SLOTS if self.settings.spec else 0,
             conversations=self.conversations,
         )
@@ -207,12 +204,11 @@ class Engine:
         """
         if count >= self.context:
             most = self.container.config.max_position_embeddings
-            remedy = f"--ctx raises it, to {most} at most" if self.context < most else ""
             size = f"{nbytes} bytes, at least {count} tokens," if nbytes else f"{count} tokens"
-            raise ContextFull(
-                f"the prompt has {size} and the context holds {self.context}, "
-                f"answer included. {remedy or 'This model has no larger one; shorten the prompt'}."
-            )
+            fault = f"the prompt has {size} and the context holds {self.context}, answer included"
+            if self.context < most:
+                raise ContextFull(fault, f"--ctx raises it, to {most} at most")
+            raise ContextFull(fault, "This model has no larger one", "; shorten the prompt")
 
     def speculation(
         self, slot: Slot, sampling: SamplingParams

@@ -34,7 +34,12 @@ class CoreError(ColibriError):
 
 
 class ContextFull(ColibriError):
-    """More tokens than the session's context can hold."""
+    """More tokens than the context can hold: `fault` says so, `larger` whether a larger one is
+    possible; `advice` is for a prompt alone."""
+
+    def __init__(self, fault: str, larger: str = "", advice: str = "") -> None:
+        super().__init__(f"{fault}. {larger}{advice}." if larger else fault)
+        self.fault, self.larger = fault, larger
 
 
 class Cancelled(ColibriError):

@@ -130,5 +130,5 @@ def products_per_token(container: Container) -> int:
         if 0 <= entry.layer < config.num_hidden_layers and len(entry.shape) == 2
     )
     dense = sum(ref.rows * ref.cols for ref in refs if Kind(ref.format) not in FLOATS)
-    sparse = sum(container.sparse[: config.num_hidden_layers])
-    return dense + sparse * config.num_experts_per_tok * expert_parameters(config)
+    routed = config.num_experts_per_tok * expert_parameters(config)
+    return dense + config.sparse_layer_count * routed

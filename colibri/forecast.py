@@ -6,13 +6,11 @@ computed; the last that arrives is computed after it. Nothing is fitted to this 
 `Speeds.layer_seconds`, which the demo model measures.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from colibri import demo, probe
 from colibri.amounts import gigabytes
-from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.context import MOST, default
 from colibri.errors import UsageError
@@ -21,6 +19,7 @@ from colibri.memory import RESERVE
 from colibri.model import PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
 from colibri.plan import Demand, Plan, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
+from colibri.segments import distinct
 from colibri.session import rows_of
 from colibri.shapes import Shape, Work, of_container
 
@@ -102,17 +101,15 @@ class Forecaster:
 
     def demand(self, context: int, budget: int) -> Demand:
         """What the model and one session of it ask for in so many bytes."""
-        shape, config = self.shape, self.shape.config
+        shape = self.shape
         rows = rows_of(shape.files, budget)
-        return Demand(
+        return Demand.of(
+            shape.config,
             dense=shape.resident,
             session=session_bytes(shape, context, self.speeds.threads, rows),
             container=shape.files,
-            experts=config.n_routed_experts,
-            layers=shape.sparse_layers,
             slot=shape.expert.total,
             mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
-            experts_per_token=config.num_experts_per_tok,
             spares=self.spares,
         )
 
@@ -258,12 +255,6 @@ class Forecaster:
         return max(seconds, products / rate) if rate else seconds
 
 
-def distinct(config: ModelConfig, rows: int) -> float:
-    """Experts of a layer that so many rows meet together, when each row chooses alone."""
-    experts = config.n_routed_experts
-    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
-
-
 def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     """Bytes of one session: the caches, and the larger parts of the scratch of csrc/session.c."""
     config = shape.config
@@ -320,7 +311,7 @@ def lengths(context: int) -> list[int]:
     return [n for n in (512, 4096, MOST) if n < context] + [context]
 
 
-def budgets(budget: int, whole: int) -> Mapping[int, None]:
+def budgets(budget: int, whole: int) -> list[int]:
     """A few budgets worth telling, rising: about this one, and what holds everything."""
-    sizes = [budget // 2, budget, 2 * budget]
-    return dict.fromkeys(sorted({*(size for size in sizes if size < whole), whole}))
+    sizes = (budget // 2, budget, 2 * budget)
+    return sorted({*(size for size in sizes if size < whole), whole})

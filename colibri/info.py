@@ -63,12 +63,12 @@ def info_of(container: Container) -> Info:
     parts = _parts(container)
     sizes = {part.name: part.nbytes for part in parts}
     main = [n for n, sparse in enumerate(container.sparse) if sparse and n != config.mtp_layer]
-    per_layer = [_one_expert(container, layer) for layer in main]
+    per_layer = [container.expert_bytes(layer) for layer in main]
     used = config.num_experts_per_tok
     dense = sum(sizes[name] for name in PARTS if name in sizes) - sizes["embedding"]
     if config.tie_word_embeddings:
         dense += sizes["embedding"]
-    mtp = _one_expert(container, config.num_hidden_layers) if container.has_mtp else 0
+    mtp = container.expert_bytes(config.num_hidden_layers) if container.has_mtp else 0
     return Info(
         directory=str(container.directory),
         fingerprint=container.fingerprint,
@@ -171,10 +171,6 @@ def _form(kind: np.void) -> Format:
     return format_of(MatrixRef(int(kind["format"]), scale, 0, 0, group, 0, 0, 0, 0))
 
 
-def _one_expert(container: Container, layer: int) -> int:
-    return _experts(container, layer)[0] // container.config.n_routed_experts
-
-
 def _layout(container: Container) -> str:
     if container.is_own_layout:
         return "colibri"
@@ -198,7 +194,7 @@ def _architecture(container: Container) -> dict[str, Any]:
     return {
         "model_type": "glm_moe_dsa",
         "layers": config.num_hidden_layers,
-        "sparse_layers": sum(container.sparse[: config.num_hidden_layers]),
+        "sparse_layers": config.sparse_layer_count,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "experts": config.n_routed_experts,

@@ -137,7 +137,6 @@ class Knob:
     help: str
     shown: str
     group: str
-    default: Any = None
     also: tuple[str, ...] = ()
     off: str = ""
 
@@ -190,7 +189,7 @@ KNOBS = (
     Knob("raw", "--raw", Switch(),
          "Continue the prompt without a chat template. GLM's prefix goes before it; a prompt that "
          "begins with the prefix is taken as it is, markup included.",
-         "off", PROMPT, default=False),
+         "off", PROMPT),
     Knob("context", "--ctx", Number(16, 1 << 24, whole=True),
          "Tokens the context holds, prompt and answer together.",
          "up to 32768, less where the model's limit or memory says so", MACHINE, also=("CTX",)),
@@ -203,7 +202,7 @@ KNOBS = (
          "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
          "last used within --ram; auto takes what fits, by the way that is fastest on this disk, "
          "measured once. The text does not depend on it.",
-         "auto", MACHINE, default="auto"),
+         "auto", MACHINE),
     Knob("mirror", "--mirror", Text(metavar="DIRS"),
          "Directories, with : between them, that hold copies of expert files on other drives: the "
          "drives share the reads, except with --io mmap. The text does not depend on it.",
@@ -225,19 +224,18 @@ KNOBS = (
     Knob("mtp", "--mtp", Switch(),
          "Draft with the model's own MTP layer; off: its weights are not read, and drafts come "
          "from what the text repeats.",
-         "on", SPECULATION, default=True, also=("MTP",), off="--no-mtp"),
+         "on", SPECULATION, also=("MTP",), off="--no-mtp"),
     Knob("mode", "--mode", Choice(("rejection", "coupled", "probabilistic")),
-         "How drafts are verified when sampling (docs/speculation.md).", "coupled", SPECULATION,
-         default="coupled"),
+         "How drafts are verified when sampling (docs/speculation.md).", "coupled", SPECULATION),
     Knob("spec", "--spec", Switch(),
          "Read experts ahead, from an idle disk, as the next layer's router guesses them; it rests "
          "while its guesses are wrong.",
-         "on", SPECULATION, default=True, also=("SPEC",), off="--no-spec"),
+         "on", SPECULATION, also=("SPEC",), off="--no-spec"),
     Knob("host", "--host", Text(metavar="ADDRESS"),
          "Address to listen on. Beyond loopback (0.0.0.0: every interface) --api-key is required.",
-         "127.0.0.1", SERVER, default="127.0.0.1"),
+         "127.0.0.1", SERVER),
     Knob("port", "--port", Number(0, 65535, whole=True),
-         "Port to listen on; 0: any free one.", "8000", SERVER, default=8000),
+         "Port to listen on; 0: any free one.", "8000", SERVER),
     Knob("api_key", "--api-key", Text(metavar="KEY"),
          "What clients must send as Authorization: Bearer KEY. The environment is the better place "
          "for it: others on this machine can see flags.",
@@ -249,7 +247,7 @@ KNOBS = (
          "memory.",
          "up to 4, as a quarter of the memory allows", SERVER),
     Knob("queue", "--queue", Number(0, 4096, whole=True),
-         "Requests that may wait; more are refused with status 429.", "32", SERVER, default=32),
+         "Requests that may wait; more are refused with status 429.", "32", SERVER),
     Knob("allow_host", "--allow-host", Text(metavar="NAMES"),
          "Names, with commas between them, by which clients may call this machine (Host header).",
          "localhost, the machine's own name and any IP address", SERVER),
@@ -258,14 +256,13 @@ KNOBS = (
          "the server's own page", SERVER),
     Knob("stats", "--stats", Choice(("line", "table", "full")),
          "Receipt on stderr: one line; a table (plain --stats); full: with the ledger of drafts.",
-         "line", OUTPUT, default="line"),
-    Knob("quiet", "--quiet", Switch(), "Write nothing but the answer and errors.", "off", OUTPUT,
-         default=False),
+         "line", OUTPUT),
+    Knob("quiet", "--quiet", Switch(), "Write nothing but the answer and errors.", "off", OUTPUT),
     Knob("state", "", Text(),
          "Directory of saved conversations, of what was typed in chats, of which experts were in "
          "memory, and of how each disk is best read; off keeps nothing.",
          "colibri in XDG_STATE_HOME, else in ~/.local/state", PROCESS),
-    Knob("debug", "", Switch(), "Show the traceback of an error.", "off", PROCESS, default=False,
+    Knob("debug", "", Switch(), "Show the traceback of an error.", "off", PROCESS,
          also=("COLI_DEBUG",)),
 )  # fmt: skip
 BY_NAME = {knob.name: knob for knob in KNOBS}

@@ -16,7 +16,7 @@ from typing import Any
 
 from colibri._core import ffi, lib
 from colibri.amounts import gigabytes
-from colibri.container import Container, format_of
+from colibri.container import Container
 from colibri.errors import CoreError, UsageError
 from colibri.inventory import records_name
 from colibri.memory import available, physical_cores
@@ -103,15 +103,8 @@ class DiskWay:
 
 
 def record_bytes(container: Container) -> int:
-    """Bytes of one routed expert of a main layer as it is read; 0 for a model without any."""
-    config = container.config
-    for layer, sparse in enumerate(container.sparse[: config.num_hidden_layers]):
-        if sparse:
-            records = container.tensors.get(records_name(layer))
-            if records is not None:
-                return records.shape[1]
-            return sum(format_of(m).nbytes(m.rows, m.cols) for m in container.expert(layer, 0))
-    return 0
+    """Bytes of one routed expert of the first sparse layer, as it is read."""
+    return container.expert_bytes(container.sparse_layers[0])
 
 
 class Disk:

@@ -11,6 +11,7 @@ from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.formats import MatrixRef
+from colibri.knobs import BY_NAME
 
 INDEX_EPS = 1e-6  # the indexer's LayerNorm, in every implementation of the architecture
 _IO = {
@@ -42,8 +43,7 @@ def check(code: int, error: Any) -> None:
 
 def available_isas() -> list[str]:
     """Instruction sets whose kernels this processor runs, the reference first."""
-    names = ["scalar", "avx2", "avxvnni", "avx512", "neon"]
-    return [name for name in names if lib.clb_isa_available(name.encode())]
+    return [name for name in BY_NAME["isa"].kind.words if lib.clb_isa_available(name.encode())]
 
 
 class Model:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.amounts import gigabytes
+from colibri.config import ModelConfig
 from colibri.errors import UsageError
 
 _GIB = 1 << 30
@@ -23,6 +24,16 @@ class Demand:
     experts_per_token: int = 1
     spares: int = 0  # slots of a main layer that the pilot asks for
     conversations: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig, **others: int) -> "Demand":
+        """With what the configuration says; `others`: the bytes, and what has a default."""
+        return cls(
+            experts=config.n_routed_experts,
+            layers=config.sparse_layer_count,
+            experts_per_token=config.num_experts_per_tok,
+            **others,
+        )
 
     @property
     def slot_round(self) -> int:
@@ -69,7 +80,7 @@ def make_plan(
     mode = _choose(demand, left, fits, streamed) if io == "auto" else io
     if mode == "mmap":
         tight = left < demand.container - demand.dense
-        return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget, ())
+        return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget)
     if fits < 1:
         raise UsageError(
             f"{gigabytes(left)} are left for experts and one slot in each of {demand.layers} "

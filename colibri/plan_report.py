@@ -96,7 +96,7 @@ def _sizes(forecaster: Forecaster, budget: Budget, asked: int | None) -> list[in
     whole = budget.bytes
     for _ in range(2):  # more memory may mean a longer context, and that more memory
         whole = forecaster.whole(forecaster.context(max(whole, budget.bytes), asked))
-    return list(budgets(budget.bytes, whole))
+    return budgets(budget.bytes, whole)
 
 
 def _row(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> dict[str, Any]:

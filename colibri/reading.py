@@ -29,9 +29,9 @@ def choose(container: Container, state: State, measure: "Measure | None" = None)
             state.keep("how this disk is best read", lambda: _write(path, rates))
     if container.mirrors:
         rates = {mode: rate for mode, rate in rates.items() if mode != "mmap"}  # reads one drive
-    best = max(rates, key=lambda mode: rates[mode], default="direct")
-    close = rates.get("direct", 0.0) * _CLEARLY >= rates.get(best, 0.0)
-    return "direct" if close and rates.get("direct", 1.0) else best
+    best = max(rates, key=rates.__getitem__, default="direct")
+    is_close = rates.get("direct", 0.0) * _CLEARLY >= rates.get(best, 0.0)
+    return "direct" if is_close else best
 
 
 Measure = Callable[[Container], dict[str, float]]

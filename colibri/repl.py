@@ -11,6 +11,7 @@ from colibri.conversation import Conversation
 from colibri.engine import Engine
 from colibri.errors import ColibriError, ContextFull, Exit, StateError, UsageError
 from colibri.interrupt import Farewell, Interrupts, Leave, held
+from colibri.knobs import BY_NAME
 from colibri.lines import Lines
 from colibri.resident import Resident
 from colibri.saved import DamagedRows, Saved
@@ -19,7 +20,7 @@ from colibri.status import status
 from colibri.terminal import Terminal
 from colibri.turn import Turn
 
-EFFORTS = ("low", "high", "max")
+EFFORTS = BY_NAME["effort"].kind.words
 
 
 def require_place(state: State, name: str) -> bool:
@@ -355,8 +356,8 @@ class Repl:
         """The error; of a conversation that went on for long it is not this message's length."""
         if not self.talk.turns:
             return str(error)
-        rest = str(error).replace("; shorten the prompt", "")
-        return f"the conversation is full: with what was said before, {rest}"
+        said = ". ".join(filter(None, (error.fault, error.larger)))
+        return f"the conversation is full: with what was said before, {said}."
 
     def _fail(self, error: ColibriError | str) -> None:
         self._failed = True

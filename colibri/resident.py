@@ -42,7 +42,7 @@ class Resident:
         return self._state.place("resident", f"{self._engine.container.fingerprint}.json")
 
     def save(self) -> None:
-        """Remember what is in memory now, most recently used first, then what was yet to be read."""
+        """Remember what is in memory, most recently used first; then what was yet to be read."""
         if not self.applies:
             return
         pairs = [*dict.fromkeys([*self._engine.model.resident(), *self._unread])]

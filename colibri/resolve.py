@@ -165,8 +165,8 @@ def own_records(shard: Shard) -> dict[str, Any]:
 
 
 def _section(shard: Shard, name: str) -> dict[str, Any]:
-    text = shard.metadata.get(name, "{}")
-    return parse_object(text.encode("utf-8", "surrogatepass"), f"{shard.path}: __metadata__.{name}", ContainerError)
+    text = shard.metadata.get(name, "{}").encode("utf-8", "surrogatepass")
+    return parse_object(text, f"{shard.path}: __metadata__.{name}", ContainerError)
 
 
 def _format(entry: Any, where: str) -> Format:

@@ -21,7 +21,7 @@ from colibri.inventory import (
     is_sparse,
     layer_entries,
 )
-from colibri.layout import Formats, record_layout
+from colibri.layout import Formats, matrix_shape, record_layout
 from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY
 
 
@@ -117,7 +117,7 @@ class _Shapes:
         """`forwards` passes of `rows` rows through `layers` and `heads` rows through the head."""
         config = self.config
         sparse = [layer for layer in layers if is_sparse(config, layer)]
-        each = config.n_routed_experts * (1 - self._missed(rows))
+        each = distinct(config, rows)
         expert = {layer: self._expert_bytes(layer) for layer in sparse}
         scoring = sum(has_own_indexer(config, layer) for layer in layers) * rows * forwards
         scoring = scoring if index_rows is None else index_rows
@@ -139,20 +139,21 @@ class _Shapes:
             index_scores=scoring * self.context,
         )
 
-    def _missed(self, rows: int) -> float:
-        """The chance that an expert is chosen by none of the rows."""
-        config = self.config
-        return (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows
-
     def _bytes(self, entries: Iterable[Entry]) -> int:
         total = 0
         for entry in entries:
-            rows, cols = entry.shape if len(entry.shape) == 2 else (1, entry.shape[0])
+            rows, cols = matrix_shape(entry)
             total += self.formats.of(entry, self.config).nbytes(rows, cols)
         return total
 
     def _expert_bytes(self, layer: int) -> int:
         return record_layout(self.config, self.formats.of_experts(layer, self.config)).nbytes
+
+
+def distinct(config: ModelConfig, rows: int) -> float:
+    """Experts of a layer that so many rows meet together, when each row chooses alone."""
+    experts = config.n_routed_experts
+    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
 
 
 def dense_entries(config: ModelConfig, layer: int) -> list[Entry]:

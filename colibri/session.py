@@ -84,8 +84,7 @@ class Session:
         if lib.clb_session_length(self.handle) != len(self.tokens):
             self.rewind(len(self.tokens))  # an exception came between the core's commit and ours
         code = lib.clb_step_all(self.handle, ids, n, _WANT[want], self._out, self._error)
-        if code:
-            check(code, self._error)
+        check(code, self._error)
         self._start = len(self.tokens)
         self.tokens += ids
         self._rows = n
@@ -125,8 +124,7 @@ class Session:
     def rewind(self, length: int) -> None:
         """Forget all rows from `length` on."""
         code = lib.clb_session_rewind(self.handle, length, self._error)
-        if code:
-            check(code, self._error)
+        check(code, self._error)
         del self.tokens[length:]
 
     def restore(self, tokens: Sequence[int], mtp_length: int) -> None:
@@ -277,8 +275,7 @@ class Session:
             self._draft_out if want else ffi.NULL,
             _floats(draft) if want else ffi.NULL, self._error,
         )  # fmt: skip
-        if code:
-            check(code, self._error)
+        check(code, self._error)
         return self._draft_logits if want else None
 
     def mtp_draft(self, token: int, step: int, draft: np.ndarray) -> np.ndarray:
@@ -286,8 +283,7 @@ class Session:
         code = lib.clb_mtp_draft(
             self.handle, token, step, _floats(draft), self._draft_out, self._error
         )
-        if code:
-            check(code, self._error)
+        check(code, self._error)
         return self._draft_logits
 
     # ---- stopping, looking inside ---------------------------------------------------------------

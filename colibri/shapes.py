@@ -11,6 +11,7 @@ from typing import Any
 
 from colibri.config import FULL, ModelConfig
 from colibri.container import INDEX_FULL, Container, format_of
+from colibri.context import dense_bytes
 from colibri.errors import ConfigError, UsageError
 from colibri.formats import Format
 from colibri.inventory import (
@@ -18,10 +19,9 @@ from colibri.inventory import (
     expert_parameters,
     global_entries,
     indexer_entries,
-    is_sparse,
     layer_entries,
 )
-from colibri.layout import Formats, plan_shards, record_layout
+from colibri.layout import Formats, matrix_shape, plan_shards, record_layout
 from colibri.paths import expanded
 from colibri.probe import ABSORBED
 from colibri.strictjson import parse_object
@@ -107,8 +107,7 @@ class Shape:
     @property
     def sparse_layers(self) -> int:
         """Main layers that route to experts."""
-        config = self.config
-        return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+        return self.config.sparse_layer_count
 
     @property
     def layers(self) -> int:
@@ -145,9 +144,7 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         mtp_dense=_work(config, (e for e in container.entries if e.layer == layers), form),
         expert=_expert_of(container, sparse[0]),
         mtp_expert=_expert_of(container, layers) if container.has_mtp else _NOTHING,
-        resident=_work(
-            config, (e for e in container.entries if e.layer < layers + mtp), form
-        ).total,
+        resident=dense_bytes(container, mtp),
         files=container.bytes,
         selecting=kinds[:layers].count(INDEX_FULL),
         mtp_selecting=int(mtp and kinds[-1] == INDEX_FULL),
@@ -217,7 +214,7 @@ def _work(config: ModelConfig, entries: Iterable[Entry], form: Callable[[Entry],
     """Bytes and weights of tensors, each met once."""
     nbytes, weights = Counter[str](), Counter[str]()
     for entry in entries:
-        rows, cols = entry.shape if len(entry.shape) == 2 else (1, entry.shape[0])
+        rows, cols = matrix_shape(entry)
         stored = form(entry)
         keys = rows * config.qk_nope_head_dim if entry.role == "kv_b" else 0
         keys //= config.qk_nope_head_dim + config.v_head_dim
@@ -246,9 +243,6 @@ def _record(config: ModelConfig, form: Format) -> Work:
 
 def _expert_of(container: Container, layer: int) -> Work:
     """One routed expert of a layer, as it is read."""
-    refs = container.expert(layer, 0)
-    kind = format_of(refs[0]).kind.name.lower()
-    records = container.tensors.get(f"model.layers.{layer}.mlp.experts.records")
-    nbytes = sum(format_of(ref).nbytes(ref.rows, ref.cols) for ref in refs)
-    size = records.shape[1] if records else nbytes
-    return Work(Counter({kind: size}), Counter({kind: expert_parameters(container.config)}))
+    kind = format_of(container.expert(layer, 0)[0]).kind.name.lower()
+    weights = expert_parameters(container.config)
+    return Work(Counter({kind: container.expert_bytes(layer)}), Counter({kind: weights}))
