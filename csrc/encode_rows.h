@@ -347,7 +347,8 @@ static clb_row_fault encode_rows(const clb_encoding *e, int64_t first, int64_t l
         code_row(e, s.rows + r * width, s.stored + r * e->groups, s.codes);
         pack(e, s.codes, codes + (first + r) * e->shape.row_bytes);
     }
-    store_scales(e->shape.scale_format, s.stored, count, scales + first * e->groups * clb_scale_size(&e->shape));
+    store_scales(e->shape.scale_format, s.stored, count,
+                 scales + first * e->groups * clb_scale_size(&e->shape));
     return CLB_ROW_GOOD;
 }
 

@@ -140,8 +140,8 @@ void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
     if (rows->cache_row + rows->n <= c->index_topk) return; /* every row attends to all */
     make_index_queries(s, layer, rows->n);
     for (int64_t first = 0; first < rows->n; first += CLB_ROW_BLOCK) {
-        index_job job = {s, s->index_keys[number], first, clb_least(CLB_ROW_BLOCK, rows->n - first), 0,
-                         rows->cache_row};
+        int64_t n = clb_least(CLB_ROW_BLOCK, rows->n - first);
+        index_job job = {s, s->index_keys[number], first, n, 0, rows->cache_row};
         job.tiles = (rows->cache_row + first + job.n + KEY_TILE - 1) / KEY_TILE;
         for (int64_t r = 0; r < job.n; r++)
             s->counters.index_scores += rows->cache_row + first + r + 1;

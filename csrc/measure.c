@@ -85,7 +85,8 @@ static int32_t run_crew(crew *c, double *rate, clb_error *error) {
     }
     free(members);
     if (started == c->size) return CLB_OK;
-    return clb_fail(error, CLB_NO_MEMORY, "only %d of %d threads could be started", started, c->size);
+    return clb_fail(error, CLB_NO_MEMORY, "only %d of %d threads could be started", started,
+                    c->size);
 }
 
 static int32_t check_crew(int32_t threads, double seconds, clb_error *error) {

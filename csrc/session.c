@@ -92,14 +92,14 @@ static void take_rows(clb_session *s, budget *b) {
 
 static int32_t take_inputs(clb_session *s, budget *b) {
     const clb_config *c = &s->model->config;
-    int64_t n = s->max_rows, blocks = CLB_BLOCK;
-    int64_t inner = clb_most(c->intermediate, clb_most(c->moe_intermediate * c->shared_experts,
-                                               c->moe_intermediate));
+    int64_t n = s->max_rows;
+    int64_t moe = c->moe_intermediate * clb_most(c->shared_experts, 1);
+    int64_t inner = clb_most(clb_most(c->intermediate, moe), CLB_BLOCK);
     struct { clb_input *input; int64_t rows, cols; } all[] = {
         {&s->in_hidden, n, c->hidden}, {&s->in_latent, n, c->q_lora},
         {&s->in_mixed, CLB_ROW_BLOCK * c->heads, c->kv_lora},
         {&s->in_heads, n, c->heads * c->v_head}, {&s->in_mlp, n, c->hidden},
-        {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, clb_most(inner, blocks)},
+        {&s->in_pairs, s->pair_rows, c->hidden}, {&s->in_inner, s->pair_rows, inner},
         {&s->in_head, n, c->hidden}, {&s->in_concat, c->has_mtp ? n : 1, 2 * c->hidden}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (clb_input_new(all[i].input, all[i].rows, all[i].cols, &b->bytes)) b->failed = true;
