@@ -413,8 +413,8 @@ def _content(content: Any, where: str) -> str | list[Any]:
     if parts is None or not all(isinstance(part, (str, dict)) for part in parts):
         raise UsageError(f"{where}.content is neither text nor a list of content parts")
     texts = [part if isinstance(part, str) else part.get("text") for part in parts]
-    kinds = {"text" if isinstance(part, str) else part.get("type") for part in parts}
-    if kinds <= {"text"} and all(isinstance(text, str) for text in texts):
+    plain = all(isinstance(part, str) or part.get("type") == "text" for part in parts)
+    if plain and all(isinstance(text, str) for text in texts):
         return "".join(texts)
     return parts
 
@@ -428,7 +428,7 @@ def _parse_arguments(call: Any, where: str) -> None:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where}.arguments is not valid JSON: {error}") from None
     if arguments is None:
         arguments = {}

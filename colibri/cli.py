@@ -55,15 +55,27 @@ class Group(click.Group):
             self.add_command(found, cmd_name)
         return super().get_command(ctx, cmd_name)
 
+    def make_context(self, *args: Any, **others: Any) -> click.Context:
+        """Parse the arguments; --help and --version print and end here."""
+        try:
+            return super().make_context(*args, **others)
+        except BrokenPipeError:
+            raise click.exceptions.Exit(_left()) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; returns its exit status."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            from colibri.terminal import close_stdout
+            return _left()
 
-            close_stdout()
-            return Exit.PIPE_CLOSED
+
+def _left() -> int:
+    """Whoever read stdout is gone."""
+    from colibri.terminal import close_stdout
+
+    close_stdout()
+    return Exit.PIPE_CLOSED
 
 
 class Command(click.Command):

@@ -115,6 +115,8 @@ class Engine:
         )
         rows = rows_of(container.bytes, memory.bytes)
         engine = cls(container, model, settings, size, rows)
+        if settings.context is None:
+            engine._shrink(memory)
         engine._divide(memory, conversations)  # a refusal comes before what takes minutes
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
@@ -123,6 +125,16 @@ class Engine:
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
         return engine
+
+    def _shrink(self, memory: Budget) -> None:
+        """Halve the context until one conversation fits beside the weights, if any does."""
+        while self.context > 1:
+            demand = self.demand()
+            least = demand.slot_round if self.settings.io in ("buffered", "direct") else 0
+            if demand.dense + demand.session + RESERVE + least <= memory.bytes:
+                break
+            self.context //= 2
+            self.slot = self.new_slot()
 
     def _divide(
         self,
@@ -138,8 +150,17 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the container and the plan that a user may want to know."""
-        return [*self.container.notes, *(self.plan.notes if self.plan else ())]
+        """What differs from what a user may think: of container, plan, settings without effect."""
+        settings, template = self.settings, self.template
+        notes = [*self.container.notes, *(self.plan.notes if self.plan else ())]
+        if settings.spec and "spec" in settings.given and self.plan.io.startswith("mmap"):
+            notes.append("--spec has no effect: all experts are left to the page cache")
+        if settings.thinking is not None and not template.has_thinking_switch:
+            flag = "--think" if settings.thinking else "--no-think"
+            notes.append(f"this model's chat template has no thinking switch: {flag} has no effect")
+        if settings.effort and not template.has_effort:
+            notes.append("this model's chat template knows no effort: --effort has no effect")
+        return notes
 
     def demand(self) -> Demand:
         """What the model and its slots ask for."""

@@ -97,7 +97,13 @@ class Forecaster:
             raise UsageError(
                 f"the dense weights ({gigabytes(shape.resident)}) do not fit {gigabytes(budget)}"
             )
-        return default(limit, room // shape.token_bytes)
+        size = default(limit, room // shape.token_bytes)
+        while size > 1:
+            demand = self.demand(size, budget)
+            if demand.dense + demand.session + RESERVE <= budget:
+                break
+            size //= 2
+        return size
 
     def demand(self, context: int, budget: int) -> Demand:
         """What the model and one session of it ask for in so many bytes."""

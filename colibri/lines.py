@@ -205,7 +205,7 @@ class EditedLines:
         if self._new:
             self._state.keep("what is typed", lambda: _remember(self._state, self._new))
             self._new.clear()
-        return joined(clean(text))
+        return unquoted(clean(text))
 
     def stop(self) -> None:
         """The editor gives the terminal back before Leave is raised."""
@@ -230,6 +230,9 @@ def _keys() -> object:
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if goes_on(buffer.text):
+            if not buffer.text.startswith(QUOTES):  # the backslash becomes a new line
+                buffer.cursor_position = len(buffer.text)
+                buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -264,12 +267,16 @@ def closed(text: str) -> bool:
     return len(text) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES)
 
 
+def unquoted(text: str) -> str:
+    """The text between two lines of quotes, or all of it."""
+    if not (text.startswith(QUOTES) and closed(text)):
+        return text
+    return text.rstrip()[len(QUOTES) : -len(QUOTES)].removeprefix("\n").removesuffix("\n")
+
+
 def joined(text: str) -> str:
-    """The message that several lines mean: backslashes at their ends, or the quotes, taken off."""
-    if text.startswith(QUOTES) and closed(text):
-        inner = text.rstrip()[len(QUOTES) : -len(QUOTES)]
-        return inner.removeprefix("\n").removesuffix("\n")
-    return text.replace("\\\n", "\n")
+    """The message that several lines mean: the quotes, or backslashes at their ends, taken off."""
+    return unquoted(text) if text.startswith(QUOTES) else text.replace("\\\n", "\n")
 
 
 def continued(line: Callable[[str], str | None]) -> str | None:

@@ -202,7 +202,7 @@ class Repl:
         getattr(self, f"_do_{name}")(argument)
 
     def _do_help(self, argument: str) -> None:
-        self.terminal.note(commands.help_text(self.terminal.width))
+        self.terminal.warn(commands.help_text(self.terminal.width))
 
     def _do_reset(self, argument: str) -> None:
         self._finish()
@@ -226,7 +226,7 @@ class Repl:
     def _do_system(self, argument: str) -> None:
         if argument:
             self.talk.system = None if argument == "off" else argument
-        self.terminal.note(self.talk.system or "there is no system message")
+        self.terminal.warn(self.talk.system or "there is no system message")
 
     def _do_think(self, argument: str) -> None:
         talk = self.talk
@@ -246,7 +246,7 @@ class Repl:
         if not self._last or not self._last.receipt:
             raise UsageError("there was no turn yet")
         show = stats.full if argument == "full" else stats.table
-        self.terminal.note(show(self._last.receipt, self.terminal.note_width))
+        self.terminal.warn(show(self._last.receipt, self.terminal.note_width))
 
     def _do_save(self, argument: str) -> None:
         words = argument.split() or ([self.saved.name] if self.saved else [])
@@ -270,7 +270,7 @@ class Repl:
         if not argument:
             found = saved.names(self._state)
             lines = [f"{name}  {moment}" for name, moment in found]
-            self.terminal.note("\n".join(lines) if lines else "nothing is saved")
+            self.terminal.warn("\n".join(lines) if lines else "nothing is saved")
             return
         if not self.resume(argument):
             raise UsageError(f"there is no saved session {argument!r}; /load lists them")

@@ -98,17 +98,7 @@ def _prompt(engine: Engine, text: str) -> Prompt:
 
 
 def _announce(terminal: Terminal, engine: Engine) -> None:
-    """What differs from what a user may think, before the first token."""
-    settings, template = engine.settings, engine.template
-    notes = engine.notes
-    if settings.spec and "spec" in settings.given and engine.plan.io.startswith("mmap"):
-        notes.append("--spec has no effect: all experts are left to the page cache")
-    if settings.thinking is not None and not template.has_thinking_switch:
-        flag = "--think" if settings.thinking else "--no-think"
-        notes.append(f"this model's chat template has no thinking switch: {flag} has no effect")
-    if settings.effort and not template.has_effort:
-        notes.append("this model's chat template knows no effort: --effort has no effect")
-    for note in notes:
+    for note in engine.notes:
         terminal.note(f"colibri: note: {note}")
 
 

@@ -36,12 +36,12 @@ class Score:
     @property
     def per_byte(self) -> float:
         """Nats a byte of text: comparable between tokenizers."""
-        return self.nats / self.scored_bytes if self.scored_bytes else math.nan
+        return self.nats / self.scored_bytes
 
     @property
     def perplexity(self) -> float:
-        """Of a token."""
-        return math.exp(self.per_token)
+        """Of a token; at most e^700, near the largest float, so that JSON can hold it."""
+        return math.exp(min(self.per_token, -_LEAST))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -81,6 +81,8 @@ def score_text(
         if report:
             report(begin + len(part), len(ids))
     size = len(text.encode()) if len(scored) == len(ids) else _bytes_of(tokenizer, scored)
+    if not size:
+        raise UsageError("the text has control tokens alone to score; give one with words")
     return Score(math.fsum(nats), len(scored), size, window)
 
 

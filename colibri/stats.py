@@ -62,7 +62,8 @@ class Receipt:
 
     @property
     def answer_rate(self) -> float | None:
-        """Generated tokens per second of decoding, the showing of them included."""
+        """Generated tokens per second of decoding, the showing of them included; the steps of
+        other turns are left out, as they are of the prompt's seconds."""
         return _rate(self.answer_tokens, self.answer_seconds)
 
     @property

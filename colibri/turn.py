@@ -201,7 +201,7 @@ class Turn:
             prefill_tokens=self._read,
             prompt_seconds=prefilled - clock.begun - clock.waited,
             answer_tokens=len(self.token_ids),
-            answer_seconds=self._ledger.wall,
+            answer_seconds=self._ledger.wall - self._ledger.others,
             first_token_seconds=None if clock.first is None else clock.first - clock.begun,
             prompt_counters=_difference(between, before),
             answer_counters=_difference(after, between),

@@ -375,6 +375,11 @@ def test_broken_template_files(tmp_path):
     path.write_text("a\n{% if %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja.*line 2.*built-in"):
         Template.load(tmp_path)
+    loops = "".join(f"{{% for a{n} in x %}}" for n in range(30)) + "{% endfor %}" * 30
+    for deep in (loops, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"):  # Python's own limits
+        path.write_text(deep)
+        with pytest.raises(ConfigError, match=r"chat_template\.jinja.*does not compile.*built-in"):
+            Template.load(tmp_path)
     path.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read"):
         Template.load(tmp_path)
@@ -441,6 +446,10 @@ def test_options_reach_the_template():
         ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\] has no function name"),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+            "arguments is not valid JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 200_000}]}],
             "arguments is not valid JSON",
         ),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -530,6 +531,7 @@ def o_proj(**changes):
         ("experts", metadata("experts", lambda s: s[RECORDS].pop("up")), "None is not a format"),
         ("experts", metadata("experts", lambda s: s.pop(RECORDS)), "does not describe it"),
         ("experts", lambda h: h["__metadata__"].update(experts="["), "not valid JSON"),
+        ("experts", lambda h: h["__metadata__"].update(experts="\ud800"), "not UTF-8"),
         ("experts", lambda h: h["__metadata__"].update(format_version="2"), "version '2'"),
         ("experts", lambda h: h["__metadata__"].pop("format"), "does not describe it"),
         ("experts", lambda h: h[RECORDS].update(shape=[2, 2 * h[RECORDS]["shape"][1]]), "[4, rec"),
@@ -603,4 +605,22 @@ def test_fingerprint(own, plain):
     first = Container.open(own).fingerprint
     assert first == Container.open(own).fingerprint != Container.open(plain).fingerprint
     (own / "config.json").write_text(json.dumps(SMALL | {"index_topk": 9}))
+    assert Container.open(own).fingerprint != first
+
+
+def test_a_fingerprint_is_of_weights(own, monkeypatch):
+    """It is the same by every path, and whatever is said to end an answer."""
+    monkeypatch.chdir(own.parent)
+    found = {Container.open(own).fingerprint}
+    for stops in (None, 5, [5, 6]):
+        (own / "config.json").write_text(json.dumps(SMALL | {"eos_token_id": stops}))
+        found |= {Container.open(path).fingerprint for path in (own, own.name)}
+    assert len(found) == 1
+
+
+def test_a_shard_whose_name_is_no_text(own):
+    """A file name with a byte that is not UTF-8 is a name like any other."""
+    first = Container.open(own).fingerprint
+    old = next(own.glob("*.safetensors"))
+    old.rename(own / os.fsdecode(b"x\xff.safetensors"))
     assert Container.open(own).fingerprint != first

@@ -117,12 +117,22 @@ def test_cancelled_in_the_middle_of_a_prompt(engine):
     assert finish(again) == finish(fresh) and again.receipt.reused_tokens >= 256
 
 
-@pytest.mark.parametrize("ram", ["100M", "103M"])
+@pytest.mark.parametrize("ram", ["99M", "100M"])
 def test_what_does_not_fit_is_not_loaded(ram, monkeypatch):
     """Too little memory is told before the dense part is read, which may take minutes."""
     monkeypatch.setattr(Model, "load", lambda self, progress: pytest.fail("loaded"))
-    with pytest.raises(UsageError, match=f"do not fit {ram[:3]} MiB"):
+    with pytest.raises(UsageError, match=f"do not fit {ram[:-1]} MiB"):
         Engine.open(Settings.resolve({"ram": ram, "io": "direct"}, {}))
+
+
+@pytest.mark.parametrize("mebibytes", [101, 102, 103, 105])
+def test_a_chosen_context_fits(mebibytes):
+    """Without --ctx one conversation fits beside the weights wherever a small one does."""
+    small = Engine.open(Settings.resolve({"ram": f"{mebibytes}M", "context": "16"}, {}))
+    chosen = Engine.open(Settings.resolve({"ram": f"{mebibytes}M"}, {}))
+    assert 16 <= chosen.context < 1024 and small.plan.io == chosen.plan.io
+    with pytest.raises(UsageError, match="a smaller --ctx"):
+        Engine.open(Settings.resolve({"ram": f"{mebibytes}M", "context": "1024"}, {}))
 
 
 @pytest.mark.parametrize("mode", ["rejection", "probabilistic"])

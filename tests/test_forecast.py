@@ -88,6 +88,17 @@ def test_a_container_is_counted_as_it_is(demo_container):
     assert plain.resident == main and plain.layers == shape.layers - 1
 
 
+def test_slow_products_are_the_limit(demo_container):
+    """A processor that multiplies slowly is named, not the disk that it keeps waiting."""
+    shape = of_container(demo_container)
+    kinds = set(shape.dense.nbytes) | set(shape.head.nbytes) | set(shape.expert.nbytes)
+    rates = dict.fromkeys(kinds, (1e7, 1e7)) | dict.fromkeys(shape.expert.nbytes, (1e12, 1e12))
+    rates |= {"f32": (1e12, 1e12), ABSORBED: (1e12, 1e12)}
+    parts = Forecaster(shape, Speeds(1, 1e12, 1e7, rates)).step(0.0, 256)
+    assert parts.dense + parts.head > parts.read > 0
+    assert parts.limit == "arithmetic"
+
+
 def test_session_bytes(demo_container):
     """What a session takes is known within three percent without making one."""
     for context in (128, 1024):

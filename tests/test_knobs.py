@@ -104,6 +104,8 @@ def test_sizes(text, size):
         ("ram", "lots", "GiB such as 24"),
         ("ram", "0", "GiB such as 24"),
         ("ram", "12 KB", "GiB such as 24"),
+        ("ram", "1000B", "GiB such as 24"),
+        ("ram", "24iB", "GiB such as 24"),
         ("mtp", "maybe", "1 or 0"),
         ("mode", "fast", "rejection, coupled or probabilistic"),
         ("effort", "medium", "low, high or max"),

@@ -244,6 +244,14 @@ def test_several_lines(engine):
             person.say("/reset")
 
 
+def test_pasted_backslashes_stay(engine):
+    """Lines of a shell that are pasted are asked as they are."""
+    with Person(*CHAT) as person:
+        screen = person.say("\x1b[200~run \\\r it\x1b[201~")
+        shown = "".join(line.ljust(80) for line in screen.splitlines())
+        assert whole(engine, "run \\\n it")[:70] in shown
+
+
 def test_editing_and_history(kept):
     """Arrow keys edit the line and bring back earlier ones, also those of an earlier chat."""
     with Person(*CHAT, **kept) as person:
@@ -357,6 +365,16 @@ def test_twenty_columns(env):
         assert "UnicodeError" not in person.text
         person.type("\x04")
         assert person.end() == 0
+
+
+def test_a_byte_that_is_no_text():
+    """On a terminal without an editor it becomes a sign for itself, and the chat goes on."""
+    env = {"TERM": "dumb", "PYTHONIOENCODING": "utf-8:strict"}
+    with Person(*CHAT, **env) as person:
+        person.ready()
+        person.child.send(b"caf\xe9\r")
+        person.until(r"tok/s[^>]*\n>$")
+        assert "Traceback" not in person.text
 
 
 def test_receipt_on_a_narrow_terminal():

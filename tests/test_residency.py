@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from colibri.container import Container
+from colibri.container import Container, format_of
 from colibri.convert import Formats, convert_directory
 from colibri.errors import CoreError
 from colibri.formats import Format
@@ -121,6 +121,48 @@ def test_least_recently_used_goes_first(directory):
                     order.remove(next(old for old in order if old not in wanted))
                 order.append(pair)
     assert model.resident() == order[::-1]
+
+
+def test_weights_that_choose_keys_are_counted_where_keys_are_chosen(directory):
+    """Up to index_topk keys a step attends to all of them and does not read what would choose."""
+    container = Container.open(directory)
+    model = Model.open(container, mtp=False)
+    session = Session(model, 64, 8)
+    read = []
+    for token in range(container.config.index_topk + 2):
+        before = session.counters()["dense_bytes"]
+        session.step_all([token], "none")
+        read.append(session.counters()["dense_bytes"] - before)
+    refs = [
+        container.matrix(entry.name)
+        for entry in container.entries
+        if entry.role in ("index_q", "index_weights")
+        and entry.layer < container.config.num_hidden_layers
+    ]
+    choosing = sum(format_of(ref).nbytes(ref.rows, ref.cols) for ref in refs)
+    few, many = read[: container.config.index_topk], read[container.config.index_topk :]
+    assert set(few) == {read[0]} and set(many) == {read[0] + choosing} and choosing > 0
+
+
+def test_two_sessions_share_slots_fairly(directory):
+    """A draft that one session refused does not age what another has just read."""
+    orders = []
+    for others in (0, 5):  # steps before, so that the sessions' own counts are equal or not
+        model = Model.open(Container.open(directory), threads=1, mtp=False)
+        model.set_residency("buffered", 9)
+        first, second = Session(model, 64, 8), Session(model, 64, 8)
+        for _ in range(others):
+            second.step_all([3])
+        second.rewind(0)
+        model.set_residency("buffered", 9)
+        first.step_all([10])
+        second.step_all([10])
+        first.step_all([20])
+        second.step_all([30, 20])
+        second.rewind(2)
+        second.step_all([31])
+        orders.append(model.resident())
+    assert orders[0] == orders[1]
 
 
 def test_guesses_of_every_layer_are_needed(directory):

@@ -117,6 +117,8 @@ def test_in_the_background(state, monkeypatch):
     there = second.model.resident()
     assert 8 <= len(there) < len(newest) and set(there) == set(newest[: len(there)])
     assert there == [pair for pair in newest if pair in set(there)]
+    resident.save()  # what was yet to come is not forgotten
+    assert Resident(first, state).remembered() == newest
 
 
 def test_another_container_has_its_own(state, monkeypatch):

@@ -162,9 +162,11 @@ def test_nobody_reads_stderr():
 
 
 def test_the_flag_without_effect_is_the_one_given(command):
-    """The demo's template has no thinking switch, and the note names the flag that was written."""
-    for flag in ("--think", "--no-think"):
-        assert f": {flag} has no effect" in command("run", "-p", "Hi", "-n", "1", flag).err
+    """The demo's template has no thinking switch and no effort; run and chat name the flag."""
+    for flag in ("--think", "--no-think", "--effort=high"):
+        name = flag.partition("=")[0]
+        assert f": {name} has no effect" in command("run", "-p", "Hi", "-n", "1", flag).err
+        assert f": {name} has no effect" in command("chat", flag).err
 
 
 # ---- pipes and Ctrl-C ---------------------------------------------------------------------------

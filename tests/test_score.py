@@ -14,7 +14,7 @@ from colibri.chat import raw_prompt
 from colibri.container import Container
 from colibri.errors import Exit, UsageError
 from colibri.model import Model
-from colibri.score import negative_log_likelihood, score_text
+from colibri.score import Score, negative_log_likelihood, score_text
 from colibri.session import Session
 
 TEXT = "Luna was a small girl. She was brave and liked to play at the bridge. " * 3
@@ -96,6 +96,12 @@ def test_extreme_logits():
     assert negative_log_likelihood(logits, 7) == pytest.approx(0, abs=1e-12)
     assert negative_log_likelihood(logits, 3) == pytest.approx(3000)
     assert negative_log_likelihood(np.zeros(8, np.float32), 2) == pytest.approx(math.log(8))
+
+
+def test_extreme_scores():
+    """A text that was next to impossible has figures all the same."""
+    score = Score(nats=3000.0, scored=1, scored_bytes=2, window=8)
+    assert score.per_byte == 1500 and math.isfinite(score.perplexity)
 
 
 def test_commands(command, demo_path, tmp_path):

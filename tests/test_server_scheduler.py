@@ -245,7 +245,7 @@ def test_seconds_are_those_of_the_turn_that_took_them(engine, monkeypatch):
         receipt = job.turn.receipt
         seconds = {name: s.seconds for name, s in receipt.ledger.segments.items()}
         assert receipt.prompt_seconds + seconds[PLAIN] == steps[job.turn.session]
-        assert receipt.answer_seconds == sum(seconds.values()) + receipt.ledger.others
+        assert receipt.answer_seconds == sum(seconds.values())
         assert receipt.answer_rate == receipt.answer_tokens / receipt.answer_seconds
     first, second = (job.turn.receipt for job in jobs)
     showings = sum(name == "a" for name, _ in diary.lines) - 1

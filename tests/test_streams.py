@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from colibri.errors import Exit
+
 PLAN = ["plan", "--shape", "glm-5.2", "--ram", "64", "--disk", "6.5", "--memory", "60"]
 FULL = Path("/dev/full")
 
@@ -38,6 +40,19 @@ def test_closed_stdout(arguments):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("colibri: error: stdout is closed; ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["info"]])
+def test_a_reader_that_left(arguments):
+    """Whoever reads no further ends the command, quietly and with the status of a closed pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "colibri", *arguments], stdout=write, stderr=subprocess.PIPE,
+        text=True, timeout=120,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (Exit.PIPE_CLOSED, "")
 
 
 def test_closed_stderr():

@@ -229,6 +229,7 @@ def test_unfinished_conversion(copy):
         ('\\"crc32\\":\\"', '\\"crc32\\":\\"zzzzzzzz', "sums, not"),
         ('{\\"piece\\":', '{\\"piece\\":-', "is no checksum"),
         ('"checksums": "{', '"checksums": "[', "not valid JSON"),
+        ('"checksums": "{', '"checksums": "\\ud800{', "not UTF-8"),
         ("layers.1.mlp.experts.records\\", "layers.1.mlp.experts.recordz\\", "has none"),
     ],
 )  # fmt: skip
