@@ -27,7 +27,7 @@ from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
 from colibri.reading import choose
 from colibri.session import STREAMED_ROWS, Session
-from colibri.spread import Spread
+from colibri.spread import Spread, short
 from colibri.state import State
 from colibri.trace import Trace, TraceWriter
 
@@ -360,7 +360,7 @@ class Bench:
         threads = facts["threads"]
         name = f"{what}, {plural(threads, 'thread')}"
         self._figures.setdefault(name, Figure(name, kind, facts, limit)).samples.append(sample)
-        self._say(f"  {name}: {sample.rate:.3g} tok/s")
+        self._say(f"  {name}: {short(sample.rate)} tok/s")
 
     def _report(self) -> dict[str, Any]:
         found = [figure.as_dict() for figure in self._figures.values()]

@@ -10,6 +10,7 @@ LEAST = 4096  # without --ctx, memory permitting
 _SHARE = 8  # without --ctx, the caches take at most this part of what the weights leave
 _SCRATCH = 8  # where caches take all that weights leave, this part of it is a step's scratch
 _FLOAT = 4
+_REMEDY = "Free memory or raise --ram."
 
 
 def token_bytes(container: Container, mtp: bool) -> int:
@@ -34,8 +35,9 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
     weights = dense_bytes(container, mtp)
     each = token_bytes(container, mtp)
     if asked is None:
-        budget.require(weights + each, "the model's dense part", "Free memory or raise --ram.")
-        return default(limit, (budget.bytes - weights) // each)
+        fixed = weights + RESERVE
+        budget.require(fixed + each, "the model's dense part with the process", _REMEDY)
+        return default(limit, (budget.bytes - fixed) // each)
     if asked > limit:
         raise UsageError(
             f"--ctx is {asked}, and this model handles {limit} tokens; ask for at most {limit}"
@@ -44,7 +46,7 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
     budget.require(
         weights + asked * each,
         f"a context of {asked} tokens ({gigabytes(asked * each)}) beside the dense weights",
-        f"About --ctx {room} fits." if room else "Free memory or raise --ram.",
+        f"About --ctx {room} fits." if room else _REMEDY,
     )
     return asked
 

@@ -108,7 +108,7 @@ def repack(
 ) -> int:
     """Write a quantised container in another layout, its numbers unchanged.
 
-    There and back gives the same bytes. SOURCE may be hf://owner/name[@revision].
+    There and back gives the same tensors, byte for byte. SOURCE may be hf://owner/name[@revision].
     """
     from colibri.convert.plan import Request
 
@@ -264,7 +264,8 @@ def plan_text(plan: Plan) -> str:
     if plan.final_bytes > plan.source_bytes:
         lines.append("  the result is larger than the source")
     if plan.is_begun:
-        lines.append(f"  continues: {data_size(plan.done_bytes)} of the source are done")
+        done = f"continues: {data_size(plan.done_bytes)} of the source are done"
+        lines.append(f"  {done if plan.pending else 'is complete already'}")
     return "\n".join(lines)
 
 

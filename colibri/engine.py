@@ -9,7 +9,7 @@ print(turn.receipt)
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ from colibri.memory import RESERVE, Budget, budget, physical_cores
 from colibri.mirror import directories
 from colibri.model import PILOT_SLOTS, Model
 from colibri.paths import expanded
-from colibri.plan import Demand, Plan, make_plan
+from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.reading import choose
 from colibri.sampling import Sampler, SamplingParams
 from colibri.session import Session, rows_of
@@ -116,7 +116,7 @@ class Engine:
         rows = rows_of(container.bytes, memory.bytes)
         engine = cls(container, model, settings, size, rows)
         if settings.context is None:
-            engine._shrink(memory)
+            engine._fit_context(memory)
         engine._divide(memory, conversations)  # a refusal comes before what takes minutes
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
@@ -126,14 +126,15 @@ class Engine:
         engine.load_seconds = perf_counter() - begun
         return engine
 
-    def _shrink(self, memory: Budget) -> None:
-        """Halve the context until one conversation fits beside the weights, if any does."""
-        while self.context > 1:
-            demand = self.demand()
-            least = demand.slot_round if self.settings.io in ("buffered", "direct") else 0
-            if demand.dense + demand.session + RESERVE + least <= memory.bytes:
-                break
-            self.context //= 2
+    def _fit_context(self, memory: Budget) -> None:
+        """Shorten a context that nobody asked for to what fits well."""
+
+        def demand(size: int) -> Demand:
+            return replace(self.demand(), session=Session(self.model, size, self._rows).bytes)
+
+        size, io = self.context, self.settings.io
+        self.context = fitting_context(size, context.LEAST, demand, memory.bytes, io, RESERVE)
+        if self.context < size:
             self.slot = self.new_slot()
 
     def _divide(

@@ -12,12 +12,12 @@ from typing import Any
 from colibri import demo, probe
 from colibri.amounts import gigabytes
 from colibri.container import Container
-from colibri.context import MOST, default
+from colibri.context import LEAST, MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE
 from colibri.model import PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
-from colibri.plan import Demand, Plan, make_plan
+from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
 from colibri.segments import distinct
 from colibri.session import rows_of
@@ -92,18 +92,20 @@ class Forecaster:
             if asked > limit:
                 raise UsageError(f"--ctx is {asked}, and this model handles {limit} tokens")
             return asked
-        room = budget - shape.resident
+        room = budget - shape.resident - RESERVE
         if room < shape.token_bytes:
             raise UsageError(
-                f"the dense weights ({gigabytes(shape.resident)}) do not fit {gigabytes(budget)}"
+                f"the dense weights ({gigabytes(shape.resident)}) and {gigabytes(RESERVE)} for "
+                f"the process do not fit {gigabytes(budget)}"
             )
-        size = default(limit, room // shape.token_bytes)
-        while size > 1:
-            demand = self.demand(size, budget)
-            if demand.dense + demand.session + RESERVE <= budget:
-                break
-            size //= 2
-        return size
+        return fitting_context(
+            default(limit, room // shape.token_bytes),
+            LEAST,
+            lambda size: self.demand(size, budget),
+            budget,
+            "auto",
+            RESERVE,
+        )
 
     def demand(self, context: int, budget: int) -> Demand:
         """What the model and one session of it ask for in so many bytes."""

@@ -91,6 +91,29 @@ def make_plan(
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
 
 
+def fitting_context(
+    size: int, least: int, demand: Callable[[int], Demand], budget: int, io: str, reserve: int
+) -> int:
+    """`size` tokens, halved until one conversation fits beside the weights, if any size does.
+
+    Down to `least` it is halved also where only that leaves slots for a token's experts: with
+    fewer, each expert is gone again before the next token asks for it.
+    """
+
+    def slots(size: int) -> int:
+        wanted = demand(size)
+        left = budget - wanted.dense - wanted.session - reserve
+        return _slots(wanted, left)[0] if left >= 0 else -1
+
+    needed = 1 if io in ("buffered", "direct") else 0
+    while size > 1 and slots(size) < needed:
+        size //= 2
+    used, smaller = demand(size).experts_per_token, size
+    while smaller // 2 >= least and slots(smaller) < used:
+        smaller //= 2
+    return smaller if slots(smaller) >= used else size
+
+
 def _fewer(demand: Demand, lacking: int) -> str:
     """How many conversations would leave the bytes that are lacking, if any number does."""
     each = max(1, demand.session // demand.conversations)

@@ -87,6 +87,11 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
     mtp = settings.mtp and settings.draft != 0
     container: Container | None = None
     if options["shape"]:
+        if settings.mirror:
+            raise UsageError(
+                "--mirror is of a model that is here; for one that is not, give --disk the sum of "
+                "what the drives read"
+            )
         shape = _published(options, mtp)
     else:
         container = Container.open(model_directory(settings), directories(settings.mirror))

@@ -132,8 +132,8 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
     model, machine, here = tree["model"], tree["machine"], tree["here"]
     yield f"model    {model['name']}: {data_size(model['files'])} in files; {model['formats']}"
     yield (
-        f"machine  {plural(machine['threads'], 'thread')}, memory {_rate(machine, 'memory')}, "
-        f"disk {_rate(machine, 'disk')}"
+        f"machine  {_threads(machine)}memory {_rate(machine, 'memory')}, disk "
+        f"{_rate(machine, 'disk')}"
     )
     yield (
         f"memory   {gigabytes(tree['budget']['bytes'])} ({tree['budget']['source']}): dense "
@@ -213,6 +213,11 @@ def _drafted(row: dict[str, Any]) -> str:
         return ""
     drafted = _speed({"rate": row["drafted"]}, "")
     return f"; {drafted} if {100 * ACCEPTED:.0f}% of single drafts are kept"
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    """Those that products were measured with, on this machine."""
+    return f"{plural(machine['threads'], 'thread')}, " if machine["products"] else ""
 
 
 def _rate(machine: dict[str, Any], name: str) -> str:

@@ -1,7 +1,9 @@
 """`colibri chat`: lines in, answers out, and the commands in between."""
 
 import os
+import textwrap
 from collections.abc import Callable
+from difflib import get_close_matches
 from errno import EACCES
 
 from colibri import commands, saved, stats
@@ -195,8 +197,10 @@ class Repl:
 
     def _command(self, name: str, argument: str) -> None:
         if name not in commands.NAMES:
+            near = get_close_matches(name, commands.NAMES, 1)
+            meant = f"; did you mean /{near[0]}?" if near else ";"
             raise UsageError(
-                f"there is no command /{name}; /help lists them. "
+                f"there is no command /{name}{meant} /help lists them. "
                 "A message that begins with / is written with two"
             )
         getattr(self, f"_do_{name}")(argument)
@@ -251,7 +255,8 @@ class Repl:
     def _do_save(self, argument: str) -> None:
         words = argument.split() or ([self.saved.name] if self.saved else [])
         if not words or words[1:] not in ([], ["replace"]):
-            raise UsageError("give it a name: /save NAME")
+            what = "a name is one word" if words else "give it a name"
+            raise UsageError(f"{what}: /save NAME, or /save NAME replace")
         name = words[0]
         if not self.saved or self.saved.name != name:
             place = self._place(name)
@@ -363,4 +368,5 @@ class Repl:
         self._failed = True
         self.terminal.clear()
         self.terminal.end()
-        self.terminal.warn(f"colibri: error: {error}")
+        text, width = f"colibri: error: {error}", self.terminal.note_width
+        self.terminal.warn(textwrap.fill(text, width - 1) if width else text)

@@ -77,6 +77,8 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(talk, command):
         "/stats": "there was no turn yet",
         "/think harder": "expected on, off, low, high, max, show or hide",
         "/save": "give it a name",
+        "/save two words": "a name is one word",
+        "/hlep": "did you mean /help?",
         "/load nothing": "no saved session 'nothing'",
         "/save ../x": "cannot be the name of a session",
         long: "Or /reset: the conversation begins anew.",

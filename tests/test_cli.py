@@ -43,6 +43,7 @@ def stray(tmp_path):
         ("run --temp 0 --prompt -n 5", 2, "if it is the value: --prompt=-n. Try 'colibri run --h"),
         ("run -n -p Hi", 2, "if it is the value: --max-tokens=-p."),
         ("bench --json --quick", 2, "'--json' requires a value, and --quick is an option"),
+        ("plan --shape glm-5.2 --mirror /tmp", 2, "give --disk the sum of what the drives read"),
         ("plan --shape --json", 2, "'--shape' requires a value, and --json is an option"),
         ("convert a b --experts --dry-run", 2, "'--experts' requires a value"),
         ("rum -p Hi", 2, "Did you mean 'run'?"),

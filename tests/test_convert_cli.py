@@ -41,6 +41,15 @@ def test_convert(command, source, tmp_path):
     assert again.status == Exit.USAGE and "--search off, not on" in again.err
     same = command("convert", str(source), str(target), "--experts", "int4-g32", "--absmax")
     assert same.status == Exit.OK and verify(target, deep=True).is_whole
+    assert "is complete already" in same.err and "holds" not in done.err + same.err
+
+
+def test_into_other_files(command, source, tmp_path):
+    """Files that no conversion put there stay, and one of them is named."""
+    (tmp_path / "letter.txt").write_text("Dear")
+    done = command("convert", str(source), str(tmp_path))
+    assert done.status == Exit.OK and "holds 'letter.txt' and perhaps more" in done.err
+    assert (tmp_path / "letter.txt").read_text() == "Dear"
 
 
 def test_dry_run(command, source, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from colibri.knobs import Settings
 from colibri.layout import Formats
 from colibri.locality import TEXT, Locality, lru, of_trace
 from colibri.memory import RESERVE
+from colibri.plan import make_plan
 from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
@@ -97,6 +98,21 @@ def test_slow_products_are_the_limit(demo_container):
     parts = Forecaster(shape, Speeds(1, 1e12, 1e7, rates)).step(0.0, 256)
     assert parts.dense + parts.head > parts.read > 0
     assert parts.limit == "arithmetic"
+
+
+def test_a_context_leaves_slots_for_a_token(glm):
+    """Where a shorter context makes room for a token's experts in every layer it is shorter."""
+    forecaster = Forecaster(glm, SLOW)
+    used = glm.config.num_experts_per_tok
+    slots = {}
+    for tenths in range(300, 330, 2):
+        budget = tenths * GIB // 10
+        size = forecaster.context(budget)
+        plans = {n: make_plan(forecaster.demand(n, budget), budget, "auto", RESERVE)
+                 for n in (size, 4096)}  # fmt: skip
+        slots[size, plans[size].slots_per_layer >= used] = plans[4096].slots_per_layer >= used
+    assert (4096, True) in slots and (8192, True) in slots  # both sides of the border were seen
+    assert not any(fits for (_, has), fits in slots.items() if not has)
 
 
 def test_session_bytes(demo_container):

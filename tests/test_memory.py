@@ -9,7 +9,7 @@ import pytest
 
 from colibri import context
 from colibri.errors import UsageError
-from colibri.memory import Budget, available, budget, physical_cores
+from colibri.memory import RESERVE, Budget, available, budget, physical_cores
 
 GIB = 1 << 30
 V1_NO_LIMIT = 9223372036854771712
@@ -208,11 +208,12 @@ def test_default_context(demo_container):
     each = context.token_bytes(demo_container, True)
 
     def chosen(room: int) -> int:
-        return context.choose(demo_container, True, None, Budget(weights + room, "a test"))
+        budget = Budget(weights + RESERVE + room, "a test")
+        return context.choose(demo_container, True, None, budget)
 
     assert chosen(GIB) == 1024
     assert chosen(100 * each) == 100
-    with pytest.raises(UsageError, match="dense part needs"):
+    with pytest.raises(UsageError, match="dense part with the process needs"):
         chosen(0)
 
 

@@ -233,6 +233,21 @@ def test_malformed(server, body, word):
 
 
 @pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("thinking", {"thinking": {"type": "enabled"}}),
+        ("reasoning_effort", {"reasoning_effort": "none"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ],
+)
+def test_a_switch_that_is_missing(server, field, body):
+    """A template without a switch for reasoning: the field that was sent is named."""
+    answer = server.chat(**body)
+    assert answer.status == 400 and answer.error["param"] == field
+    assert f"leave {field} out" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("n", 2), ("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
@@ -516,10 +531,12 @@ def test_key_hosts_and_origins():
         answer = guarded.get("/v1/models", origin="https://app.example", **right)
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         with closing(guarded.connect()) as sock:
-            sock.sendall(request("OPTIONS", CHAT, None, origin="https://app.example"))
+            wanted = "authorization,content-type,x-stainless-os"
+            named = {"access-control-request-headers": wanted}
+            sock.sendall(request("OPTIONS", CHAT, None, origin="https://app.example", **named))
             preflight = read_answer(sock)
         assert preflight.status == 204
-        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        assert preflight.headers["access-control-allow-headers"] == wanted
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "klíč", "à", "Å", "ключ\u00a0"])

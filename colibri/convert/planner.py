@@ -19,6 +19,7 @@ from colibri.convert.hub import PREFIX, Hub
 from colibri.convert.jobs import Job, TargetFile, own_files
 from colibri.convert.manifest import (
     JOURNAL,
+    RECORD,
     WORK,
     Manifest,
     load_journal,
@@ -75,7 +76,7 @@ def make_plan(request: Request) -> Plan:
     jobs = _ordered(files)
     manifest = _with_jobs(target, manifest, files, jobs, old)
     finished, done = progress(request, manifest, files, jobs)
-    warnings = [*source.notes, *side_files.missing(sides, request.source)]
+    warnings = [*source.notes, *side_files.missing(sides, request.source), *_others(target)]
     plan = Plan(request, manifest, source, files, jobs, done, finished, sides, tuple(warnings), hub)
     if hub is None:
         directory = Path(request.source)
@@ -83,6 +84,14 @@ def make_plan(request: Request) -> Plan:
         if request.delete_source:
             require_deletable(directory, manifest.files)
     return plan
+
+
+def _others(target: Path) -> list[str]:
+    """A warning where files lie that no conversion put there."""
+    if not target.is_dir() or any((target / name).exists() for name in (WORK, RECORD)):
+        return []
+    found = sorted(path.name for path in target.iterdir())
+    return [f"{target} holds {found[0]!r} and perhaps more, which stay there"] if found else []
 
 
 def _require_place(target: Path) -> None:

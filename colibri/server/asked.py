@@ -40,6 +40,7 @@ class ChatAsked(Asked):
     choice: str | tuple[str] = "auto"
     parallel: bool = True
     thinking: bool | None = None
+    switch: str = "thinking"  # the field that set it
     effort: str | None = None
     clear_thinking: bool | None = None
 
@@ -144,8 +145,10 @@ def _reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
         if len(found) > 1:
             raise Refusal(f"{name} is given in more than one way, and they differ.", name)
     effort = next(iter(efforts - {"none"}), None)
+    switch = "thinking" if "type" in switch else "chat_template_kwargs"
     return {
         "thinking": next(iter(switches), None),
+        "switch": "reasoning_effort" if "none" in efforts else switch,
         "effort": _EFFORTS.get(effort, effort) if effort else None,
         "clear_thinking": next(iter(clears), None),
     }

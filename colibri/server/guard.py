@@ -20,9 +20,9 @@ from colibri.server.refusal import Refusal, encode
 
 PUBLIC = frozenset({"/health", *pages.FILES})
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+_HEADER_NAMES = re.compile(r"[a-z0-9-]{1,64}(, ?[a-z0-9-]{1,64}){0,63}", re.I)
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
-    "access-control-allow-headers": "authorization, content-type",
     "access-control-max-age": "600",
     "vary": "Origin",
 }
@@ -100,6 +100,12 @@ class Guard:
             )
 
 
+def _allowed(asked: str) -> dict[str, str]:
+    """Whatever headers a page that may send requests wants to send: clients add their own."""
+    names = _HEADER_NAMES.fullmatch(asked)
+    return {"access-control-allow-headers": names[0]} if names else {}
+
+
 class Guarded:
     """The guard before an ASGI application."""
 
@@ -112,9 +118,10 @@ class Guarded:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        welcome = {"access-control-allow-origin": origin, **_CORS}
-        if origin is None or not self.guard.lets(origin):
-            welcome = {}
+        welcome = {}
+        if origin is not None and self.guard.lets(origin):
+            asked = headers.get("access-control-request-headers", "")
+            welcome = {"access-control-allow-origin": origin, **_CORS, **_allowed(asked)}
         try:
             self.guard.check(scope["method"], scope["path"], headers)
         except Refusal as refusal:

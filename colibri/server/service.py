@@ -153,7 +153,7 @@ class Service:
     def _check_template(self, asked: ChatAsked) -> None:
         template = self.engine.template
         checks: Sequence[tuple[str, Any, bool, str]] = (
-            ("thinking", asked.thinking, template.has_thinking_switch, "switch for reasoning"),
+            (asked.switch, asked.thinking, template.has_thinking_switch, "switch for reasoning"),
             ("reasoning_effort", asked.effort, template.has_effort, "degrees of reasoning"),
             ("tools", asked.tools or None, template.has_tools, "place for tools"),
         )
