@@ -51,7 +51,7 @@ bench-spec: $(BUILT)
 sanitize: build/test_kernels build/sanitize/colibri/_core.abi3.so $(VENV)/tools
 	build/test_kernels
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitize \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSAFEPATH=1 PYTHONPATH=build/sanitize \
 	    $(BIN)/pytest $(SANITIZED:%=tests/test_%.py)
 
 ## docs: write what is generated: docs/knobs.md, and the list of files in docs/structure.md

@@ -39,7 +39,9 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     r->mtp_layer = c->layers;
     r->where = malloc((size_t)(all + 1) * sizeof *r->where);
     r->populated = calloc((size_t)all + 1, 1);
-    if (!r->where || !r->populated) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    if (!r->where || !r->populated)
+        return clb_fail(error, CLB_NO_MEMORY, "out of memory for the table of %lld experts",
+                        (long long)all);
     for (int64_t i = 0; i < all; i++) r->where[i] = CLB_NONE;
     if (clb_is_mapped(r)) return CLB_OK;
     int32_t code = open_pool(m, &r->pools[0], 0, c->layers, per_layer,
@@ -52,7 +54,8 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     r->queue = malloc((size_t)r->queue_size * sizeof *r->queue);
     r->reader = clb_reader_new(true, r->io == CLB_IO_BUFFERED);
     if (!r->reader) r->reader = clb_reader_new(false, false);
-    if (!r->queue || !r->reader) return clb_fail(error, CLB_NO_MEMORY, "out of memory or threads");
+    if (!r->queue || !r->reader)
+        return clb_fail(error, CLB_NO_MEMORY, "out of memory or threads for reading experts");
     for (int32_t i = 0; i < CLB_ALL_READS; i++) r->free_reads[i] = i;
     r->free_count = CLB_ALL_READS;
     return CLB_OK;
@@ -69,7 +72,7 @@ int32_t clb_residency_new(clb_model *m, int32_t io, int64_t per_layer, int32_t p
         return clb_fail(error, CLB_INVALID, "%lld expert slots a layer cannot work",
                         (long long)per_layer);
     clb_residency *r = calloc(1, sizeof *r);
-    if (!r) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    if (!r) return clb_fail(error, CLB_NO_MEMORY, "out of memory for the expert slots");
     r->io = io;
     r->pilot.mode = pilot;
     clb_residency *old = m->residency;

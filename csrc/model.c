@@ -145,7 +145,7 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
         code = clb_fail(error, CLB_INVALID, "%d threads asked for", threads);
     if (code) return code;
     clb_model *m = calloc(1, sizeof *m);
-    if (!m) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    if (!m) return clb_fail(error, CLB_NO_MEMORY, "out of memory for a model");
     pthread_mutexattr_t checked;
     pthread_mutexattr_init(&checked);
     pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK);

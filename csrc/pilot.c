@@ -163,7 +163,7 @@ static int32_t feed(clb_model *m, const int32_t *guesses, int64_t count, clb_err
         if (guesses[i] < -1 || guesses[i] >= m->config.experts)
             return clb_fail(error, CLB_INVALID, "there is no expert %d", guesses[i]);
     int32_t *fed = malloc((size_t)n * sizeof *fed);
-    if (!fed) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    if (!fed) return clb_fail(error, CLB_NO_MEMORY, "out of memory for %lld guesses", (long long)n);
     memcpy(fed, guesses, (size_t)n * sizeof *fed);
     free(p->fed);
     p->fed = fed;

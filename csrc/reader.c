@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
@@ -19,6 +20,8 @@
 enum {
     IN_FLIGHT = 256, /* entries of the ring; a power of two */
     TRIES = 1 << 20, /* of handing reads to a ring that has no room or memory just now */
+    LOOKS = 1 << 20, /* for a read that cannot be waited for, NAP nanoseconds apart */
+    NAP = 50000,
     READERS = 8,     /* threads, when there is no ring: enough depth for one or two NVMe drives */
 };
 
@@ -39,7 +42,6 @@ typedef struct queue { /* reads by index, first in first out; never more than IN
 struct clb_reader {
     bool uring;
     bool worker; /* io_uring: hand every read to a kernel worker */
-    bool broken; /* the ring refused work: reads in flight are lost */
     int32_t in_flight;
     ring ring;
     pthread_t threads[READERS];
@@ -100,6 +102,7 @@ static int ring_enter(ring *r, unsigned submit, unsigned wait) {
 
 static bool may_pass(int why) { return why == EAGAIN || why == EBUSY || why == ENOMEM; }
 
+/* False: the system refused it, and it is not in flight. */
 static bool ring_submit(ring *r, clb_read *read, bool worker) {
     unsigned tail = atomic_load_explicit(r->sq_tail, memory_order_relaxed), at = tail & r->sq_mask;
     struct io_uring_sqe *e = (struct io_uring_sqe *)r->entries + at;
@@ -116,14 +119,15 @@ static bool ring_submit(ring *r, clb_read *read, bool worker) {
     for (int tries = 0; tries < TRIES; tries++) {
         int taken = ring_enter(r, 1, 0);
         if (taken > 0) return true;
-        if (taken < 0 && !may_pass(errno)) return false;
+        if (taken < 0 && !may_pass(errno)) break;
         sched_yield();
     }
+    atomic_store_explicit(r->sq_tail, tail, memory_order_release); /* taken back */
     return false;
 }
 
 static clb_read *ring_next(ring *r, bool wait) {
-    for (;;) {
+    for (int looks = 0;;) {
         unsigned head = atomic_load_explicit(r->cq_head, memory_order_relaxed);
         if (head != atomic_load_explicit(r->cq_tail, memory_order_acquire)) {
             struct io_uring_cqe *cqe = (struct io_uring_cqe *)r->cqes + (head & r->cq_mask);
@@ -133,7 +137,9 @@ static clb_read *ring_next(ring *r, bool wait) {
             return read;
         }
         if (!wait) return NULL;
-        if (ring_enter(r, 0, 1) < 0) return NULL;
+        if (ring_enter(r, 0, 1) >= 0) continue;
+        if (++looks == LOOKS) return NULL; /* what is in flight arrives without being waited for */
+        nanosleep(&(struct timespec){.tv_nsec = NAP}, NULL);
     }
 }
 #else
@@ -239,13 +245,18 @@ void clb_reader_free(clb_reader *r) {
 
 void clb_reader_submit(clb_reader *r, clb_read *read) {
     r->in_flight++;
-    if (!r->uring) threads_submit(r, read);
-    else if (!ring_submit(&r->ring, read, r->worker)) r->broken = true;
+    if (!r->uring) {
+        threads_submit(r, read);
+    } else if (!ring_submit(&r->ring, read, r->worker)) {
+        read->result = read_now(read);
+        push(&r->finished, read);
+    }
 }
 
 clb_read *clb_reader_next(clb_reader *r, bool wait) {
-    if (r->in_flight == 0 || r->broken) return NULL;
-    clb_read *read = r->uring ? ring_next(&r->ring, wait) : threads_next(r, wait);
+    if (r->in_flight == 0) return NULL;
+    clb_read *read = r->uring ? pop(&r->finished) : threads_next(r, wait);
+    if (!read && r->uring) read = ring_next(&r->ring, wait);
     if (read) r->in_flight--;
     return read;
 }

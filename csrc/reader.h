@@ -20,10 +20,11 @@ typedef struct clb_read {
    cache in the submitter otherwise. NULL: out of memory, or io_uring is not offered here. */
 clb_reader *clb_reader_new(bool uring, bool worker);
 void clb_reader_free(clb_reader *reader);
-/* Puts a read in flight, of at most 256 at any time; it must stay valid until done. */
+/* Puts a read in flight, of at most 256 at any time; it must stay valid until done. What
+   the system refuses is read at once. */
 void clb_reader_submit(clb_reader *reader, clb_read *read);
 /* The next finished read; NULL when wait is false and none is done, when nothing is in flight, or
-   when the ring broke and what is in flight is lost. */
+   when what is in flight does not arrive for a minute and cannot be waited for. */
 clb_read *clb_reader_next(clb_reader *reader, bool wait);
 
 #endif

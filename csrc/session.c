@@ -114,7 +114,7 @@ int32_t clb_session_new(clb_model *m, int64_t context, int64_t max_rows, clb_ses
         return clb_fail(error, CLB_INVALID, "a context of %lld with %lld rows a step is not "
                         "possible", (long long)context, (long long)max_rows);
     clb_session *s = calloc(1, sizeof *s);
-    if (!s) return clb_fail(error, CLB_NO_MEMORY, "out of memory");
+    if (!s) return clb_fail(error, CLB_NO_MEMORY, "out of memory for a session");
     s->model = m;
     s->context = context;
     s->max_rows = max_rows;

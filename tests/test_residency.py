@@ -182,8 +182,9 @@ from colibri.container import Container
 from colibri.model import Model
 from colibri.session import Session
 
-def forbid():  # io_uring_setup, 425 on every processor, is not permitted: as in many containers
-    lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+def forbid(number):  # a system call is not permitted, as in many containers
+    lines = [(0x20, 0, 0, 0), (0x15, 0, 1, number)]
+    lines += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
     program = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -199,15 +200,17 @@ def run(io, pilot):
 
 ways = [(io, pilot) for io in ("direct", "buffered") for pilot in ("off", "router")]
 before = [run(*way) for way in ways]
-forbid()
+forbid(int(sys.argv[1]))
 after = [run(*way) for way in ways]
 print(len({*before, *after}))
 """
 
 
-def test_without_io_uring():
-    """Where it is refused, as in many containers, threads read, and the bits are the same."""
-    program = [sys.executable, "-c", WITHOUT_RING]
+@pytest.mark.parametrize("number", [425, 426], ids=["setup", "enter"])
+def test_without_io_uring(number):
+    """Refused from the start (io_uring_setup), as in many containers, or for every read
+    (io_uring_enter): reads go another way, and the bits are the same."""
+    program = [sys.executable, "-c", WITHOUT_RING, str(number)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.stderr == "no filter\n":
         pytest.skip("this system takes no seccomp filter")
