@@ -166,16 +166,17 @@ class ModelConfig:
 
     @cached_property
     def inv_freq(self) -> np.ndarray:
-        """RoPE frequencies, f32 [qk_rope_head_dim / 2]: f32(1) / f32(theta^(2j / rope))."""
+        """RoPE frequencies, f32 [qk_rope_head_dim / 2], as torch computes them."""
         return inverse_frequencies(self.rope_theta, self.qk_rope_head_dim)
 
 
 def inverse_frequencies(theta: float, width: int) -> np.ndarray:
-    """f32(1) / f32(theta^(2j / width)) for j < width / 2, the power correctly rounded to f32."""
+    """f32(1) / f32(theta^f32(2j / width)) for j < width / 2, both correctly rounded to f32."""
     context = Context(prec=60)
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = [
-        _nearest_f32(context.power(Decimal(theta), context.divide(Decimal(2 * j), Decimal(width))))
-        for j in range(width // 2)
+        _nearest_f32(context.power(Decimal(theta), Decimal(exponent)))
+        for exponent in exponents.tolist()
     ]
     frequencies = np.float32(1) / np.array(powers, dtype=np.float32)
     frequencies.flags.writeable = False
@@ -301,29 +302,37 @@ def _check_family(fields: _Fields) -> None:
 
 
 def _rope_theta(fields: _Fields) -> float:
-    for name in ("rope_parameters", "rope_scaling"):
-        value = fields.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise fields.fail(name, "an object with rope_theta and rope_type")
-        inner = _Fields(value, fields.where, f"{name}.")
-        for key in ("rope_type", "type"):
-            inner.only(key, "default", "scaled rotary embeddings are not supported")
-        for key in ("factor", "partial_rotary_factor"):
-            if inner.get(key) is not None:
-                inner.number(key, 1, 1)
-        if name == "rope_parameters" and inner.get("rope_theta") is not None:
-            theta = inner.number("rope_theta", 1, 1e15)
-            if fields.get("rope_theta") not in (None, theta):
-                fields.warnings.append(
-                    f"{fields.where}: rope_parameters.rope_theta {theta:g} is used; "
-                    f"the different top-level rope_theta is ignored"
-                )
-            return theta
-    if fields.get("rope_theta") is None:
+    """The first of rope_scaling's, rope_parameters' and the top level's, as transformers has it."""
+    found = {name: _block_theta(fields, name) for name in ("rope_scaling", "rope_parameters")}
+    if fields.get("rope_theta") is not None:
+        found["rope_theta"] = fields.number("rope_theta", 1, 1e15)
+    thetas = {name: theta for name, theta in found.items() if theta is not None}
+    if not thetas:
         raise fields.fail("rope_theta", "it here or as rope_parameters.rope_theta")
-    return fields.number("rope_theta", 1, 1e15)
+    used, theta = next(iter(thetas.items()))
+    for name, other in thetas.items():
+        if other != theta:
+            fields.warnings.append(
+                f"{fields.where}: {used}.rope_theta {theta:g} is used; the different one of "
+                f"{'the top level' if name == 'rope_theta' else name} is ignored"
+            )
+    return theta
+
+
+def _block_theta(fields: _Fields, name: str) -> float | None:
+    """rope_theta of one object, which may hold nothing that scales."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise fields.fail(name, "an object with rope_theta and rope_type")
+    inner = _Fields(value, fields.where, f"{name}.")
+    for key in ("rope_type", "type"):
+        inner.only(key, "default", "scaled rotary embeddings are not supported")
+    for key in ("factor", "partial_rotary_factor"):
+        if inner.get(key) is not None:
+            inner.number(key, 1, 1)
+    return None if inner.get("rope_theta") is None else inner.number("rope_theta", 1, 1e15)
 
 
 def _quantization(fields: _Fields) -> str | None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from colibri.amounts import plural
 from colibri.checkpoint import MISSING_LIMIT, Checkpoint, missing_error
 from colibri.config import ModelConfig
 from colibri.experts import expert_tensor_names
-from colibri.inventory import Entry
+from colibri.inventory import HEAD, Entry
 from colibri.shard import Shard, TensorInfo
 
 INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
@@ -25,6 +26,8 @@ class Contents:
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        if HEAD in checkpoint.tensors:  # one that is stored counts, as it does for transformers
+            config = replace(config, tie_word_embeddings=False)
         self.config = config
         self.checkpoint = checkpoint
         self.notes: list[str] = list(config.warnings)

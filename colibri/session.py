@@ -15,6 +15,7 @@ ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait f
 # Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
 # GLM-5.2 0.2 GiB of scratch, and a prompt reads its experts a quarter as often.
 STREAMED_ROWS = 512
+_LARGE = 64 << 30  # bytes of weights from which the same holds of reading them from memory
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
 _COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
@@ -352,8 +353,12 @@ def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
 
 
 def rows_of(container: int, memory: int) -> int:
-    """Rows of a step for a model of so many bytes in so much memory."""
-    return ROWS if container <= memory else STREAMED_ROWS
+    """Rows of a step for a model of so many bytes in so much memory.
+
+    Many rows meet nearly all experts: of a model that is read from disk, or is large, they are
+    better read once for 512 rows than four times.
+    """
+    return ROWS if container <= min(memory, _LARGE) else STREAMED_ROWS
 
 
 def _free(freed: list[bool], handle: Any) -> None:

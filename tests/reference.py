@@ -136,8 +136,9 @@ def read_config(directory: Path) -> SimpleNamespace:
     kinds = getattr(c, "mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
     c.sparse = [kind == "sparse" for kind in kinds] + [True]
     c.share = getattr(c, "index_share_for_mtp_iteration", False)
-    half = np.arange(0, c.qk_rope_head_dim, 2) / c.qk_rope_head_dim
-    c.inv_freq = np.float32(1) / np.float32(c.rope_parameters["rope_theta"] ** half)
+    half = np.arange(0, c.qk_rope_head_dim, 2, dtype=np.float32) / np.float32(c.qk_rope_head_dim)
+    powers = c.rope_parameters["rope_theta"] ** half.astype(np.float64)
+    c.inv_freq = np.float32(1) / np.float32(powers)
     return c
 
 

@@ -157,7 +157,7 @@ def test_public_containers(mix, tmp_path):
 
 def test_float64_agrees_where_no_code_flips(tmp_path):
     """Plain float64 arithmetic with rounded activations: within 1e-5 in most rows, and on average
-    ten times nearer than arithmetic that rounds no activations."""
+    five times nearer than arithmetic that rounds no activations."""
     container, fixture = converted("ragged", ("int8",) * 4, tmp_path), oracle.load("ragged")
     get, config = getter(container), read_config(container.directory)
     logits = Session(Model.open(container), 64, 64).step_all(fixture.ids.tolist())
@@ -165,7 +165,7 @@ def test_float64_agrees_where_no_code_flips(tmp_path):
     plain = Reference(config, lambda name: np.asarray(get(name), np.float32)).step_all(fixture.ids)
     near, far = (np.abs(logits - other).max(1) for other in (rounded, plain))
     assert np.median(near) < 1e-5 < 1e-2 < np.median(far)
-    assert near.mean() < far.mean() / 10
+    assert near.mean() < far.mean() / 5
 
 
 def test_demo():

@@ -178,6 +178,9 @@ def test_flash_is_refused_by_name(nested):
         {"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}},
         {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
         {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"type": "yarn"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e6},
+        {"rope_scaling": {"factor": 4.0}},
         {"rope_parameters": {"rope_theta": 0.5}},
         {"rope_parameters": {"rope_theta": "1e6"}},
     ],
@@ -193,7 +196,9 @@ def test_theta_from_either_place():
     assert parse({"rope_parameters": None, "rope_theta": 1e6}).rope_theta == 1e6
     assert parse({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5}).rope_theta == 5
     both = parse({"rope_theta": 1e6})
-    assert both.rope_theta == 8e6 and "rope_theta" in both.warnings[0]
+    assert both.rope_theta == 8e6 and "one of the top level is ignored" in both.warnings[0]
+    scaling = parse({"rope_scaling": {"rope_type": "default", "rope_theta": 7e3}})
+    assert scaling.rope_theta == 7e3 and "one of rope_parameters is ign" in scaling.warnings[0]
 
 
 def test_index_schedule_precedence():
@@ -300,9 +305,17 @@ def test_frequencies_are_rounded_once():
     """Each frequency is f32(1) / f32(power), with the power within half an f32 step of exact."""
     for theta, width in ((8e6, 64), (1e6, 64), (1e4, 16), (10007.5, 20)):
         got = inverse_frequencies(theta, width)
-        powers = np.array([theta ** (2 * j / width) for j in range(width // 2)]).astype(np.float32)
+        exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+        powers = np.array([theta**exponent for exponent in exponents.tolist()], np.float32)
         assert got.dtype == np.float32 and got.shape == (width // 2,)
         assert got.tobytes() == (np.float32(1) / powers).tobytes()
+
+
+def test_frequencies_are_torchs():
+    """Where the width is no power of two they are the bits that torch 2.13 computes, too."""
+    torchs = ["0x1.00000p+0", "0x1.31a96ap-1", "0x1.6cf51ep-2", "0x1.b3c190p-3", "0x1.0424fep-3",
+              "0x1.369c3ap-4", "0x1.72ddb2p-5"]  # fmt: skip
+    assert inverse_frequencies(37.0, 14).tolist() == [float.fromhex(text) for text in torchs]
 
 
 def test_frequencies_are_read_only():

@@ -221,6 +221,16 @@ def test_tied_head(tmp_path):
     assert all(entry.role != "head" for entry in container.entries)
 
 
+def test_a_stored_head_counts(tmp_path):
+    """Where a head is stored it is used, whatever config.json says of tied embeddings."""
+    config = SMALL | {"tie_word_embeddings": True}
+    container = Container.open(shardkit.directory(tmp_path / "a", config=config))
+    assert np.array_equal(container.read_array("lm_head.weight"), WEIGHTS["lm_head.weight"])
+    convert_directory(tmp_path / "a", tmp_path / "b", Formats(), False)
+    head = Container.open(tmp_path / "b").matrix("lm_head.weight")
+    assert head != Container.open(tmp_path / "b").matrix("model.embed_tokens.weight")
+
+
 def test_symlinks_and_subdirectories(plain, tmp_path):
     """Linked shards (a hub cache) are followed; files below the directory are not read."""
     linked = tmp_path / "linked"
