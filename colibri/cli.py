@@ -243,11 +243,11 @@ def info(model: str | None, as_json: bool) -> int:
     return show_info(settings, as_json)
 
 
-@cli.command(cls=Command, short_help="Answer over HTTP, as OpenAI's API does, and on a page.")
+@cli.command(cls=Command, short_help="Answer over HTTP, as OpenAI's API and Anthropic's do.")
 @click.argument("model", required=False)
 @knob_options(*SERVE_GROUPS, without=["stats"])
 def serve(model: str | None, **values: Any) -> int:
-    """Answer over HTTP, as OpenAI's API does; a page to chat and to watch is at /.
+    """Answer over HTTP, as OpenAI's API and Anthropic's do; a page to chat and to watch is at /.
 
     MODEL as for `colibri run`. What a request leaves out is as the flags say; docs/api.md says
     what a request may hold. Every answer's receipt is a line on stderr, without what was said.

@@ -13,7 +13,10 @@ from serving import Serving, open_engine, serving
 
 from colibri.server.openapi import description
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
+)  # fmt: skip
+REASONS = ("stop", "length", "tool_calls", "end_turn", "max_tokens", "stop_sequence", "tool_use")
 SCHEMAS = {
     path: description()["paths"][path]["post"]["requestBody"]["content"]["application/json"][
         "schema"
@@ -79,7 +82,7 @@ def _object(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies(server, path):
-    """Valid ones are answered, spoiled ones refused with a reason, all in OpenAI's shape."""
+    """Valid ones are answered, spoiled ones refused with a reason, all in their API's shape."""
     statuses = set()
 
     @settings(
@@ -90,12 +93,15 @@ def test_bodies(server, path):
         answer = server.post(path, json.dumps(body).encode())
         statuses.add(answer.status)
         assert answer.status < 500
+        messages = path.startswith("/v1/messages")
         if answer.status != 200:
-            assert len(answer.error["message"]) > 10
+            error = answer.json["error"] if messages else answer.error
+            assert len(error["message"]) > 10
         elif body.get("stream"):
-            assert answer.events[-1] == "[DONE]"
-        else:
-            assert answer.json["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+            assert answer.body.endswith(b'"message_stop"}\n\n' if messages else b"[DONE]\n\n")
+        elif "input_tokens" not in answer.json:
+            choice = answer.json if messages else answer.json["choices"][0]
+            assert choice.get("stop_reason", choice.get("finish_reason")) in REASONS
 
     check()
     assert 400 in statuses

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API and a page, over one engine on one thread."""
+"""The HTTP server: OpenAI's API, Anthropic's and a page, over one engine on one thread."""

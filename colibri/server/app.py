@@ -16,16 +16,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from colibri.answer import MOST_BYTES, Prompt
-from colibri.server import asked, fields, metrics, pages
+from colibri.server import asked, fields, messages, metrics, pages
 from colibri.server.asked import Asked, ChatAsked, CompletionAsked
 from colibri.server.guard import Guard, Guarded
 from colibri.server.mailbox import Mailbox
+from colibri.server.message import MessageShape
 from colibri.server.openapi import description
-from colibri.server.refusal import Refusal, encode
+from colibri.server.refusal import MESSAGES, Refusal, encode
 from colibri.server.reply import Delta, Reply, Whole, Wish
 from colibri.server.scheduler import Job, Outcome
 from colibri.server.service import Service
-from colibri.server.shapes import ChatShape, CompletionShape, Shape
+from colibri.server.shapes import ChatShape, Choices, CompletionShape, Shape
 from colibri.server.stream import EventStream, events, refusal_of
 from colibri.server.tools import ToolParser
 
@@ -36,6 +37,8 @@ def make_app(service: Service) -> Any:
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completion, methods=["POST"]),
+        Route(MESSAGES, api.message, methods=["POST"]),
+        Route(f"{MESSAGES}/count_tokens", api.count, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.model),
         Route("/health", api.health),
@@ -75,6 +78,17 @@ class Api:
         shape = self._shape(CompletionShape, wanted)
         return await self._respond(request, wanted, prompt, None, shape)
 
+    async def message(self, request: Request) -> Response | EventStream:
+        """POST /v1/messages."""
+        read, make = messages.message, self.service.chat
+        wanted, (prompt, parser) = await self._prepare(request, read, make)
+        return await self._respond(request, wanted, prompt, parser, MessageShape(self.service.id))
+
+    async def count(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        _, (prompt, _) = await self._prepare(request, messages.count, self.service.chat)
+        return _json({"input_tokens": len(prompt.ids)})
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return _json({"object": "list", "data": [self._model()]})
@@ -111,15 +125,16 @@ class Api:
     # ---- errors ---------------------------------------------------------------------------------
 
     async def refused(self, request: Request, refusal: Any) -> Response:
-        """A refusal in OpenAI's shape."""
-        return _json(refusal.body(), refusal.status, refusal.headers)
+        """A refusal in the shape of the API that was asked."""
+        status, body = refusal.told(request.url.path)
+        return _json(body, status, refusal.headers)
 
     async def not_found(self, request: Request, error: Any) -> Response:
         """No such path, or not with this method."""
         path = request.url.path[:200]
         what = "does not take" if error.status_code == 405 else "is not there for"
-        refusal = Refusal(f"{path} {what} {request.method}.", status=error.status_code)
-        return _json(refusal.body(), refusal.status, error.headers or {})
+        text, headers = f"{path} {what} {request.method}.", dict(error.headers or {})
+        return await self.refused(request, Refusal(text, status=error.status_code, headers=headers))
 
     async def left(self, request: Request, error: Any) -> Response:
         """The client left while it was sending; nobody reads this."""
@@ -128,8 +143,8 @@ class Api:
     async def failed(self, request: Request, error: Any) -> Response:
         """A mistake of ours."""
         traceback.print_exception(error)
-        refusal = Refusal("the server made a mistake; its log has the details.", status=500)
-        return _json(refusal.body(), 500)
+        text = "the server made a mistake; its log has the details."
+        return await self.refused(request, Refusal(text, status=500))
 
     # ---- how ------------------------------------------------------------------------------------
 
@@ -143,7 +158,7 @@ class Api:
 
         return await asyncio.to_thread(work)
 
-    def _shape(self, kind: type[Shape], wanted: Asked) -> Shape:
+    def _shape(self, kind: type[Choices], wanted: Asked) -> Shape:
         service = self.service
         mode = service.engine.settings.mode
         return kind(service.id, mode, service.engine.tokenizer, wanted.include_usage)

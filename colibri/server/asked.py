@@ -60,7 +60,11 @@ class CompletionAsked(Asked):
 
 def chat(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/chat/completions; Refusal names the field that cannot be honoured."""
-    given = fields.read(dict(body), CHAT)
+    return conversation(fields.read(dict(body), CHAT))
+
+
+def conversation(given: Mapping[str, Any]) -> ChatAsked:
+    """A chat completion's fields, each checked; Refusal when they contradict each other."""
     names = {"max_tokens", "max_completion_tokens"} & set(given)
     if len({given[name] for name in names}) > 1:
         raise Refusal("max_tokens and max_completion_tokens differ; send one.", "max_tokens")

@@ -63,7 +63,7 @@ class Guard:
                 code="origin_not_allowed",
             )
         if self.key and path not in PUBLIC and method != "OPTIONS":
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(headers)
 
     def lets(self, origin: str) -> bool:
         """Whether pages of another origin are welcome."""
@@ -86,14 +86,17 @@ class Guard:
             code="host_not_allowed",
         )
 
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, given = authorization.partition(" ")
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Headers are bytes, shown as Latin-1: blanks other than ASCII's are parts of letters.
-        sent = given.strip(" \t").encode("latin-1")
-        right = [hmac.compare_digest(sent, key) for key in _bytes(self.key or "")]
-        if scheme.lower() != "bearer" or not any(right):
+        sent = [value.strip(" \t").encode("latin-1") for value in given]
+        keys = _bytes(self.key or "")
+        right = [hmac.compare_digest(one, key) for one in sent for key in keys]
+        if not any(right):
             raise Refusal(
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY or as "
+                "x-api-key: KEY.",
                 status=401,
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
@@ -125,7 +128,8 @@ class Guarded:
         try:
             self.guard.check(scope["method"], scope["path"], headers)
         except Refusal as refusal:
-            await answer(send, refusal.status, encode(refusal.body()), welcome | refusal.headers)
+            status, body = refusal.told(scope["path"])
+            await answer(send, status, encode(body), welcome | refusal.headers)
             return
         if scope["method"] == "OPTIONS" and welcome:
             await answer(send, 204, b"", welcome)

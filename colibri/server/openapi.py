@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from colibri import __version__
+from colibri.server import blocks
 from colibri.server.fields import Table
+from colibri.server.refusal import MESSAGES
 from colibri.server.tables import CHAT, COMPLETION
 
 _GETS = {
@@ -18,7 +20,12 @@ _GETS = {
 
 def description() -> dict[str, Any]:
     """OpenAPI 3.1."""
-    posts = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+    posts = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETION,
+        MESSAGES: blocks.MESSAGES,
+        f"{MESSAGES}/count_tokens": blocks.COUNT,
+    }
     paths = {path: {"post": _post(Table(fields).schema())} for path, fields in posts.items()}
     gets = {path: {"get": {"summary": text, **_ANSWERS}} for path, text in _GETS.items()}
     return {

@@ -1,4 +1,4 @@
-"""Requests that are not honoured, in the shape of OpenAI's errors."""
+"""Requests that are not honoured, in the shapes of OpenAI's and Anthropic's errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import json
 from typing import Any
 
 from colibri.errors import ColibriError
+
+MESSAGES = "/v1/messages"  # Anthropic's API; all else is OpenAI's
+_OVERLOADED = 529
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    _OVERLOADED: "overloaded_error",
+}
 
 
 class Refusal(ColibriError):
@@ -42,6 +53,16 @@ class Refusal(ColibriError):
                 "code": self.code,
             }
         }
+
+    def told(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of the answer, in the shape of the API that the path belongs to."""
+        if not path.startswith(MESSAGES):
+            return self.status, self.body()
+        status = _OVERLOADED if self.status == 503 else self.status
+        kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        # These words make agents shorten their history and go on.
+        long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        return status, {"type": "error", "error": {"type": kind, "message": long + self.message}}
 
 
 def encode(value: Any) -> bytes:

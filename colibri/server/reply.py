@@ -67,6 +67,11 @@ class Reply:
         self._stops = StopFinder(wish.stops)
         self._wish, self._parser = wish, parser
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._stops.found
+
     def push(self, tokens: Iterable[int], logits: NDArray[np.float32] | None) -> Delta:
         """What these tokens add; row i of `logits` decided token i."""
         delta = Delta()

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, or in chunks."""
+"""Answers in the shape of an API, whole or in chunks; OpenAI's two."""
 
 from __future__ import annotations
 
@@ -33,6 +33,32 @@ def usage(reply: Reply, receipt: Receipt) -> dict[str, Any]:
 
 
 class Shape(ABC):
+    """How an API shows an answer. `path`: of the API; `closing`: the last bytes of a stream.
+
+    `alive`: events for when nothing comes for a while.
+    """
+
+    path, closing = "", b"data: [DONE]\n\n"
+    alive: tuple[dict[str, Any], ...] = ()
+
+    @abstractmethod
+    def whole(self, whole: Whole, reason: str, reply: Reply, receipt: Receipt) -> dict[str, Any]:
+        """The answer in one object."""
+
+    def opening(self, prompt_tokens: int) -> Iterator[dict[str, Any]]:
+        """What comes before anything else."""
+        return iter(())
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What a step added."""
+
+    @abstractmethod
+    def last(self, reason: str, reply: Reply, receipt: Receipt) -> Iterator[dict[str, Any]]:
+        """What says why it ended."""
+
+
+class Choices(Shape):
     """What chat and plain completions have in common."""
 
     prefix = whole_object = chunk_object = ""
@@ -88,7 +114,7 @@ class Shape(ABC):
         """The choice of the last chunk."""
 
 
-class ChatShape(Shape):
+class ChatShape(Choices):
     """chat.completion and chat.completion.chunk."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -145,7 +171,7 @@ class ChatShape(Shape):
         return result
 
 
-class CompletionShape(Shape):
+class CompletionShape(Choices):
     """text_completion, whole and in chunks."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"

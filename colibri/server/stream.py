@@ -15,7 +15,6 @@ from colibri.server.shapes import Shape
 
 PACE = 0.01  # seconds between two blocks at least: a fast model's tokens go in handfuls
 SILENCE = 5.0  # seconds after which a comment says that the server is alive; no client shows it
-DONE = b"data: [DONE]\n\n"
 ACCEPTED = b": accepted\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,21 +23,23 @@ HEADERS = (
 )
 
 
-def event(value: Any) -> bytes:
-    """One event."""
-    return b"data: " + encode(value) + b"\n\n"
+def event(value: dict[str, Any]) -> bytes:
+    """One event, which has a name where it has a type."""
+    name = b"event: %b\n" % value["type"].encode() if "type" in value else b""
+    return name + b"data: " + encode(value) + b"\n\n"
 
 
 async def events(mailbox: Mailbox[Delta | Outcome], shape: Shape, job: Job) -> AsyncIterator[bytes]:
     """Blocks of events until the outcome; what has piled up meanwhile goes together."""
-    yield ACCEPTED
+    yield ACCEPTED + b"".join(map(event, shape.opening(len(job.prompt.ids))))
     sent = 0.0
     while True:
         await asyncio.sleep(max(0.0, sent + PACE - monotonic()))
         items = await mailbox.take(SILENCE)
         sent = monotonic()
         if not items:
-            yield b": " + _doing(job).encode() + b"\n\n"
+            comment = b": " + _doing(job).encode() + b"\n\n"
+            yield comment + b"".join(map(event, shape.alive))
         delta = Delta()
         for item in items:
             delta.add(item.delta if isinstance(item, Outcome) else item)
@@ -62,9 +63,9 @@ def _end(outcome: Outcome, shape: Shape, reply: Reply) -> bytes:
     if outcome.gone:
         return b""
     if outcome.error or not outcome.receipt:
-        return event(refusal_of(outcome).body())
+        return event(refusal_of(outcome).told(shape.path)[1])
     last = shape.last(outcome.finish_reason, reply, outcome.receipt)
-    return b"".join(map(event, last)) + DONE
+    return b"".join(map(event, last)) + shape.closing
 
 
 def refusal_of(outcome: Outcome) -> Refusal:
