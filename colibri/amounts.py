@@ -8,13 +8,13 @@ _BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10
 _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
-def gigabytes(nbytes: float) -> str:
-    """An amount of memory, in units of 2^30 bytes and their kin: "7.81 GiB", "512 MiB"."""
+def memory_size(nbytes: float) -> str:
+    """An amount of memory, in powers of two: "7.81 GiB", "512 MiB"."""
     return _in_units(nbytes, _BINARY)
 
 
-def data_size(nbytes: float) -> str:
-    """The size of files and of what is read, in units of 10^9 bytes and so on: "20.05 MB"."""
+def file_size(nbytes: float) -> str:
+    """The size of files and of what is read from them, in powers of ten: "20.05 MB"."""
     return _in_units(nbytes, _DECIMAL)
 
 
@@ -41,7 +41,7 @@ def roughly(seconds: float) -> str:
 
 
 def _in_units(nbytes: float, units: tuple[tuple[str, int], ...]) -> str:
-    """Two decimals from the giga unit up, four digits below: what is small is told as exactly."""
+    """Two decimals in GiB or GB and above, four significant digits below."""
     for place, (unit, scale) in enumerate(units):
         if nbytes >= scale:
             value = nbytes / scale

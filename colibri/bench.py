@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from colibri import figures, machine
-from colibri.amounts import gigabytes, plural
+from colibri.amounts import memory_size, plural
 from colibri.container import Container
 from colibri.context import dense_bytes, token_bytes
 from colibri.errors import UsageError
@@ -61,7 +61,7 @@ class Arm:
         if self.slots is not None and not self.io.startswith("mmap"):
             name = f"{self.io}, {self.slots} slots a layer"
         else:
-            name = self.io if self.ram is None else f"{self.io} in {gigabytes(self.ram)}"
+            name = self.io if self.ram is None else f"{self.io} in {memory_size(self.ram)}"
         return name if self.pilot == "router" else f"{name}, {_PILOTS[self.pilot]}"
 
 

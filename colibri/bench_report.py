@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from colibri.amounts import data_size, gigabytes, plural
+from colibri.amounts import file_size, memory_size, plural
 from colibri.spread import Spread, short
 
 _GB, _MB = 1e9, 1e6
@@ -17,14 +17,14 @@ def render(report: dict[str, Any]) -> str:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     model, here = report["model"], report["machine"]
     yield (
-        f"model    {model['name']}, {data_size(model['bytes'])}: dense "
-        f"{data_size(model['dense_bytes'])}, {model['sparse_layers']} layers of "
-        f"{model['experts']} experts of {data_size(model['record_bytes'])}, "
+        f"model    {model['name']}, {file_size(model['bytes'])}: dense "
+        f"{file_size(model['dense_bytes'])}, {model['sparse_layers']} layers of "
+        f"{model['experts']} experts of {file_size(model['record_bytes'])}, "
         f"{model['experts_per_token']} a token"
     )
     yield (
         f"machine  {here['processor']}, {plural(here['cores'], 'core')}, {here['isa']}, "
-        f"{here['system']}, {gigabytes(here['memory_available'])} ({here['memory_limit']})"
+        f"{here['system']}, {memory_size(here['memory_available'])} ({here['memory_limit']})"
     )
     yield from _cores("memory", here["read_bandwidth"], "GB/s")
     yield from _cores("dots", here["dot_peak"], "G/s")
@@ -49,7 +49,7 @@ def _disk(rows: list[dict[str, Any]]) -> Iterator[str]:
     name = "disk"
     for row in sorted(rows, key=lambda row: -row["per_second"]["median"]):
         rate = _spread(row["per_second"]).show("GB/s", _GB)
-        reads = f"{gigabytes(row['read_bytes'])} reads, {row['depth']} in flight"
+        reads = f"{memory_size(row['read_bytes'])} reads, {row['depth']} in flight"
         yield f"{name:<8} {row['mode']}, {reads}: {rate}"
         name = ""
 
@@ -89,10 +89,10 @@ def _more(figure: dict[str, Any]) -> Iterator[str]:
         f"limit {_spread(figure['limit_tokens_per_second']).show('tok/s')}",
         f"compute {details['compute_seconds_per_token'].show('ms', 1e-3)}",
         f"disk {details['disk_bytes_per_second'].show('GB/s', _GB)}",
-        f"resident {gigabytes(details['resident_bytes'].most)}",
+        f"resident {memory_size(details['resident_bytes'].most)}",
     ]
     if figure["planned_bytes"]:
-        parts.append(f"planned {gigabytes(figure['planned_bytes'])}")
+        parts.append(f"planned {memory_size(figure['planned_bytes'])}")
     ahead = details["pilot_reads_per_token"].median
     if ahead:
         useful = details["pilot_useful_per_token"].median

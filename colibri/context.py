@@ -1,6 +1,6 @@
 """How many tokens the context holds: what was asked for, the model's limit, and memory."""
 
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.errors import UsageError
 from colibri.memory import RESERVE, Budget
@@ -45,7 +45,7 @@ def choose(container: Container, mtp: bool, asked: int | None, budget: Budget) -
     room = advised(budget.bytes, weights, each)
     budget.require(
         weights + asked * each,
-        f"a context of {asked} tokens ({gigabytes(asked * each)}) beside the dense weights",
+        f"a context of {asked} tokens ({memory_size(asked * each)}) beside the dense weights",
         f"About --ctx {room} fits." if room else _REMEDY,
     )
     return asked

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from colibri import knobs
-from colibri.amounts import data_size, duration, plural
+from colibri.amounts import duration, file_size, plural
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import ContainerError, Exit, UsageError
 from colibri.knobs import Settings
@@ -234,7 +234,7 @@ def _carry_out(request: Request, dry_run: bool, threads: int | None, check: Path
         terminal.clear()
     for sentence in outcome.warnings:
         terminal.warning(sentence)
-    terminal.write(f"{request.target}: {data_size(plan.final_bytes)}, {outcome.summary}\n")
+    terminal.write(f"{request.target}: {file_size(plan.final_bytes)}, {outcome.summary}\n")
     if check is not None and before is not None:
         after = _score(_settings(request.target), check, None, terminal)
         terminal.clear()
@@ -246,10 +246,10 @@ def plan_text(plan: Plan) -> str:
     """What will be read and written, by part, and what is free."""
     from colibri.convert.plan import free_bytes
 
-    read = f"{plural(len(plan.manifest.files), 'file')}, {data_size(plan.source_bytes)}"
+    read = f"{plural(len(plan.manifest.files), 'file')}, {file_size(plan.source_bytes)}"
     lines = [f"{plan.request.source}: {read}"]
     if plan.hub is None:
-        lines[0] += f" ({data_size(free_bytes(plan.source.directory))} free there)"
+        lines[0] += f" ({file_size(free_bytes(plan.source.directory))} free there)"
     shown = {k: v for k, v in plan.manifest.parameters.items() if k.startswith("--")}
     if shown:
         lines.append("  " + " ".join(f"{name} {value}" for name, value in shown.items()))
@@ -258,13 +258,13 @@ def plan_text(plan: Plan) -> str:
     )
     for part, nbytes in plan.parts().items():
         lines.append(f"  {part:<14} {nbytes:>16}")
-    lines.append(f"  {'in all':<14} {plan.final_bytes:>16}  {data_size(plan.final_bytes)}")
+    lines.append(f"  {'in all':<14} {plan.final_bytes:>16}  {file_size(plan.final_bytes)}")
     free, needed = free_bytes(plan.request.target), plan.needed_free()
-    lines.append(f"  needed now {data_size(needed)}, free {data_size(free)}")
+    lines.append(f"  needed now {file_size(needed)}, free {file_size(free)}")
     if plan.final_bytes > plan.source_bytes:
         lines.append("  the result is larger than the source")
     if plan.is_begun:
-        done = f"continues: {data_size(plan.done_bytes)} of the source are done"
+        done = f"continues: {file_size(plan.done_bytes)} of the source are done"
         lines.append(f"  {done if plan.pending else 'is complete already'}")
     return "\n".join(lines)
 
@@ -278,7 +278,7 @@ class _Meter:
 
     def progress(self, at: Progress) -> None:
         """Of a conversion."""
-        rate = f"{data_size(at.rate)}/s" if at.here else ""
+        rate = f"{file_size(at.rate)}/s" if at.here else ""
         left = "" if at.remaining is None else f", {duration(at.remaining)} to go"
         self._show(at.done, at.total, f"{rate}{left}")
 

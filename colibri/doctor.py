@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import memory
-from colibri.amounts import data_size, gigabytes, plural
+from colibri.amounts import file_size, memory_size, plural
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import Settings
 from colibri.paths import expanded
@@ -100,10 +100,10 @@ class Doctor:
     def memory(self) -> Finding:
         """What may be used, and which limit says so."""
         found = memory.budget(self.settings.ram, self.root)
-        text = f"{gigabytes(found.bytes)} may be used ({found.source})"
+        text = f"{memory_size(found.bytes)} may be used ({found.source})"
         free = memory.available(self.root)
         if found.bytes > free.available:
-            remedy = f"only {gigabytes(free.available)} are free ({free.source}); lower --ram"
+            remedy = f"only {memory_size(free.available)} are free ({free.source}); lower --ram"
             return Finding("memory", FAIL, text, remedy)
         return Finding("memory", OK, text)
 
@@ -131,7 +131,7 @@ class Doctor:
         Tokenizer.load(self.directory)
         nbytes = container.bytes
         files = plural(len(container.shards), "file")
-        text = f"{self.directory}: whole, {files}, {data_size(nbytes)}"
+        text = f"{self.directory}: whole, {files}, {file_size(nbytes)}"
         for mirror in container.mirrors:
             text += f", {len(mirror.files)} of them in {mirror.directory} too"
         if container.notes:
@@ -237,7 +237,7 @@ class Doctor:
         space, _ = resource.getrlimit(resource.RLIMIT_AS)
         need = self.container.bytes if self.container else 0
         if space != resource.RLIM_INFINITY and space < 2 * need:
-            yield f"the address space is limited to {gigabytes(space)}", "ulimit -v unlimited"
+            yield f"the address space is limited to {memory_size(space)}", "ulimit -v unlimited"
         disabled = _text(self.root / "proc/sys/kernel/io_uring_disabled").strip()
         if disabled not in ("", "0"):
             yield "io_uring is switched off", "sysctl kernel.io_uring_disabled=0 reads faster"

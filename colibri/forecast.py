@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from colibri import demo, probe
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.container import Container
 from colibri.context import LEAST, MOST, default
 from colibri.errors import UsageError
@@ -95,8 +95,8 @@ class Forecaster:
         room = budget - shape.resident - RESERVE
         if room < shape.token_bytes:
             raise UsageError(
-                f"the dense weights ({gigabytes(shape.resident)}) and {gigabytes(RESERVE)} for "
-                f"the process do not fit {gigabytes(budget)}"
+                f"the dense weights ({memory_size(shape.resident)}) and {memory_size(RESERVE)} for "
+                f"the process do not fit {memory_size(budget)}"
             )
         return fitting_context(
             default(limit, room // shape.token_bytes),

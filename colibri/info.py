@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from colibri.amounts import data_size, plural
+from colibri.amounts import file_size, plural
 from colibri.config import FULL
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.formats import Format, MatrixRef
@@ -105,18 +105,18 @@ def render(info: Info) -> str:
         weights = _count(part.parameters) if part.parameters else "-"
         formats = ", ".join(part.formats)
         lines.append(
-            f"  {part.name:<14} {data_size(part.nbytes):>10}  {weights:>8}  {formats}".rstrip()
+            f"  {part.name:<14} {file_size(part.nbytes):>10}  {weights:>8}  {formats}".rstrip()
         )
     lines += [
-        f"  {'files':<14} {data_size(info.file_bytes):>10}",
+        f"  {'files':<14} {file_size(info.file_bytes):>10}",
         "",
-        f"  one token reads {data_size(info.dense_bytes)} of dense weights, and when no expert is",
-        f"  cached {info.experts_per_token} experts of {data_size(info.expert_bytes)}: "
-        f"{data_size(info.cold_bytes)} from disk",
+        f"  one token reads {file_size(info.dense_bytes)} of dense weights, and when no expert is",
+        f"  cached {info.experts_per_token} experts of {file_size(info.expert_bytes)}: "
+        f"{file_size(info.cold_bytes)} from disk",
     ]
     if info.mtp_cold_bytes:
         lines.append(
-            f"  one draft reads up to {data_size(info.mtp_cold_bytes)} of the MTP layer's experts"
+            f"  one draft reads up to {file_size(info.mtp_cold_bytes)} of the MTP layer's experts"
         )
     lines += [f"  note: {note}" for note in info.notes]
     return "\n".join(lines)

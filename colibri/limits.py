@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from colibri import machine
-from colibri.amounts import data_size
+from colibri.amounts import file_size
 from colibri.machine import DISK_BYTES, Disk, DiskWay
 from colibri.spread import Spread
 
@@ -49,7 +49,7 @@ class Limits:
         stubborn = self._disk.stubborn_bytes()
         if stubborn > 16 << 20:
             self.notes.append(
-                f"{data_size(stubborn)} of {self._disk.paths[0].name} cannot be dropped from the "
+                f"{file_size(stubborn)} of {self._disk.paths[0].name} cannot be dropped from the "
                 "page cache (another process has them mapped?): buffered figures are too high"
             )
         ways = self._disk.ways(self._quick)

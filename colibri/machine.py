@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri._core import ffi, lib
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.container import Container
 from colibri.errors import CoreError, UsageError
 from colibri.inventory import records_name
@@ -91,7 +91,7 @@ class DiskWay:
 
     def __str__(self) -> str:
         mode = "direct" if self.direct else "buffered"
-        return f"{mode}, {gigabytes(self.piece)} reads, {self.depth} in flight"
+        return f"{mode}, {memory_size(self.piece)} reads, {self.depth} in flight"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

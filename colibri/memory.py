@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.errors import UsageError
 
 ROOT = Path("/")
@@ -33,7 +33,7 @@ class Budget:
         """UsageError with both numbers when `need` bytes are more than the budget."""
         if need > self.bytes:
             raise UsageError(
-                f"{what} needs {gigabytes(need)}, and there is {gigabytes(self.bytes)} "
+                f"{what} needs {memory_size(need)}, and there is {memory_size(self.bytes)} "
                 f"({self.source}). {remedy}"
             )
 
@@ -113,7 +113,7 @@ def _room(directory: Path, limit: str, usage: str, stats: tuple[str, str]) -> It
     stat = dict(line.split()[:2] for line in _read(directory / "memory.stat").splitlines() if line)
     cache, shared = (int(stat.get(name, 0)) for name in stats)
     cached = max(cache - shared, 0)
-    yield Memory(max(bound - max(used - cached, 0), 0), f"cgroup limit {gigabytes(bound)}")
+    yield Memory(max(bound - max(used - cached, 0), 0), f"cgroup limit {memory_size(bound)}")
 
 
 def _number(path: Path) -> int | None:

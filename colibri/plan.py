@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.config import ModelConfig
 from colibri.errors import UsageError
 
@@ -71,9 +71,9 @@ def make_plan(
     least = demand.slot_round if io in ("buffered", "direct") else 0
     if left < 0:
         raise UsageError(
-            f"the dense weights ({gigabytes(demand.dense)}), the caches "
-            f"({gigabytes(demand.session)}) and {gigabytes(reserve)} for the process do not fit "
-            f"{gigabytes(budget)}; "
+            f"the dense weights ({memory_size(demand.dense)}), the caches "
+            f"({memory_size(demand.session)}) and {memory_size(reserve)} for the process "
+            f"do not fit {memory_size(budget)}; "
             f"give more memory with --ram or a smaller --ctx{_fewer(demand, least - left)}"
         )
     fits, spare = _slots(demand, left)
@@ -83,8 +83,8 @@ def make_plan(
         return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget)
     if fits < 1:
         raise UsageError(
-            f"{gigabytes(left)} are left for experts and one slot in each of {demand.layers} "
-            f"layers needs {gigabytes(demand.slot_round)}; give more memory with --ram or use "
+            f"{memory_size(left)} are left for experts and one slot in each of {demand.layers} "
+            f"layers needs {memory_size(demand.slot_round)}; give more memory with --ram or use "
             f"--io mmap{_fewer(demand, least - left)}"
         )
     footprint = fixed + fits * demand.slot_round + spare
@@ -151,5 +151,5 @@ def _notes(demand: Demand, slots: int) -> tuple[str, ...]:
     need = demand.experts_per_token * demand.slot_round
     return (
         f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}: "
-        f"every token reads all its experts; {gigabytes(need)} for experts would change that",
+        f"every token reads all its experts; {memory_size(need)} for experts would change that",
     )

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
-from colibri.amounts import data_size, gigabytes, plural, roughly
+from colibri.amounts import file_size, memory_size, plural, roughly
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
 from colibri.memory import RESERVE, Budget
@@ -83,10 +83,10 @@ def _too_small(
     context = forecaster.context(least * unit, asked)
     session = forecaster.demand(context, least * unit).session
     return UsageError(
-        f"{shape.name} does not fit {gigabytes(budget.bytes)} ({budget.source}): dense weights "
-        f"{gigabytes(shape.resident)}, a context of {plural(context, 'token')} "
-        f"{gigabytes(session)}, and {gigabytes(RESERVE)} for the "
-        f"process; {gigabytes(least * unit)} is the least that works: free that much, or see by "
+        f"{shape.name} does not fit {memory_size(budget.bytes)} ({budget.source}): dense weights "
+        f"{memory_size(shape.resident)}, a context of {plural(context, 'token')} "
+        f"{memory_size(session)}, and {memory_size(RESERVE)} for the "
+        f"process; {memory_size(least * unit)} is the least that works: free that much, or see by "
         f"--ram {least if letter else f'{least / 10:g}'}{letter} what a machine that has it does"
         + ("; a smaller --ctx needs less" if asked else "")
     )
@@ -130,15 +130,15 @@ def render(tree: dict[str, Any]) -> str:
 
 def _lines(tree: dict[str, Any]) -> Iterator[str]:
     model, machine, here = tree["model"], tree["machine"], tree["here"]
-    yield f"model    {model['name']}: {data_size(model['files'])} in files; {model['formats']}"
+    yield f"model    {model['name']}: {file_size(model['files'])} in files; {model['formats']}"
     yield (
         f"machine  {_threads(machine)}memory {_rate(machine, 'memory')}, disk "
         f"{_rate(machine, 'disk')}"
     )
     yield (
-        f"memory   {gigabytes(tree['budget']['bytes'])} ({tree['budget']['source']}): dense "
-        f"weights {gigabytes(model['dense_bytes'])}, a context of {tree['context']} tokens "
-        f"{gigabytes(tree['session_bytes'])},"
+        f"memory   {memory_size(tree['budget']['bytes'])} ({tree['budget']['source']}): dense "
+        f"weights {memory_size(model['dense_bytes'])}, a context of {tree['context']} tokens "
+        f"{memory_size(tree['session_bytes'])},"
     )
     yield (
         f"         and {_slots(here, model)} of {model['experts_per_layer']} experts a layer; "
@@ -147,12 +147,12 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
         else f"         and all {model['experts']:,} experts"
     )
     yield (
-        f"a token  meets {data_size(here['memory_bytes'])} of weights, "
-        f"{model['experts_per_token']} experts of {data_size(model['expert_bytes'])} among them;"
+        f"a token  meets {file_size(here['memory_bytes'])} of weights, "
+        f"{model['experts_per_token']} experts of {file_size(model['expert_bytes'])} among them;"
     )
     yield (
-        f"         from disk {data_size(here['cold_bytes'])} when none is in memory, "
-        f"{data_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
+        f"         from disk {file_size(here['cold_bytes'])} when none is in memory, "
+        f"{file_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
     )
     yield f"speed    {_speed(here)}, limited by {here['parts']['limit']}{_drafted(here)}"
     yield ""
@@ -178,12 +178,12 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
 
 def _budget_cells(row: dict[str, Any], model: dict[str, Any]) -> tuple[str, ...]:
     if row["error"]:
-        return (gigabytes(row["budget"]), "-", "-", "-", "-", "does not fit")
+        return (memory_size(row["budget"]), "-", "-", "-", "-", "does not fit")
     return (
-        gigabytes(row["budget"]),
+        memory_size(row["budget"]),
         _slots(row, model),
         f"{100 * row['hits']:.0f}%",
-        data_size(row["warm_bytes"]),
+        file_size(row["warm_bytes"]),
         _speed(row, ""),
         row["parts"]["limit"],
     )

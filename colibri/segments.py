@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from colibri.amounts import data_size
+from colibri.amounts import file_size
 from colibri.config import ModelConfig
 from colibri.inventory import (
     Entry,
@@ -85,10 +85,10 @@ def render(costs: dict[str, SegmentCost]) -> str:
         ("attention layers run", [f"{c.attention_layers}" for c in costs.values()]),
         ("MoE layers run", [f"{c.moe_layers}" for c in costs.values()]),
         ("distinct experts", [f"{c.experts:,.0f}" for c in costs.values()]),
-        ("expert bytes", [data_size(c.expert_bytes) for c in costs.values()]),
-        ("dense bytes", [data_size(c.dense_bytes) for c in costs.values()]),
+        ("expert bytes", [file_size(c.expert_bytes) for c in costs.values()]),
+        ("dense bytes", [file_size(c.dense_bytes) for c in costs.values()]),
         ("head rows", [f"{c.head_rows}" for c in costs.values()]),
-        ("head bytes", [data_size(c.head_bytes) for c in costs.values()]),
+        ("head bytes", [file_size(c.head_bytes) for c in costs.values()]),
         ("rows scoring the context", [f"{c.index_rows}" for c in costs.values()]),
         ("index scores", [f"{c.index_scores:,}" for c in costs.values()]),
     ]

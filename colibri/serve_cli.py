@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colibri.amounts import gigabytes, plural
+from colibri.amounts import memory_size, plural
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
 from colibri.knobs import Settings
@@ -160,7 +160,7 @@ def announce(settings: Settings, engine: Engine, address: Any, model_id: str) ->
     return (
         f"colibri: {model_id}, {engine.context} tokens of context, "
         f"{plural(count, 'conversation')} at once "
-        f"({gigabytes(engine.slot.session.bytes)} each), drafts: {drafts}\n"
+        f"({memory_size(engine.slot.session.bytes)} each), drafts: {drafts}\n"
         f"colibri: the API is at http://{shown}:{port}/v1, the page at http://{shown}:{port}/"
         + ("" if settings.api_key else " (this machine only, no key)")
     )

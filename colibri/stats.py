@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from colibri.amounts import data_size, gigabytes, plural
+from colibri.amounts import file_size, memory_size, plural
 from colibri.ledger import Ledger, Segment
 from colibri.sampling import SamplingParams
 
@@ -199,7 +199,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("model", receipt.model),
         ("engine", f"{receipt.isa}, {plural(receipt.threads, 'thread')}, "
                    f"loaded in {_seconds(receipt.load_seconds)}, "
-                   f"peak memory {gigabytes(receipt.peak_bytes)}"),
+                   f"peak memory {memory_size(receipt.peak_bytes)}"),
         ("context", f"{receipt.read_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
         ("prompt", f"{plural(receipt.prompt_tokens, 'token')}{reused}, "
                    f"{_seconds(receipt.prompt_seconds)}{_per_second(receipt.prompt_rate)}"),
@@ -217,18 +217,18 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
-    used = f"{counters['expert_uses']} used ({data_size(counters['expert_bytes'])})"
+    used = f"{counters['expert_uses']} used ({file_size(counters['expert_bytes'])})"
     if not receipt.slots_per_layer:
         return f"{used}, {receipt.io}"
     waited = _seconds(counters["read_wait_ns"] / 1e9)
     text = (
-        f"{used}, {counters['expert_loads']} read ({data_size(counters['read_bytes'])}, "
+        f"{used}, {counters['expert_loads']} read ({file_size(counters['read_bytes'])}, "
         f"{receipt.io}), {waited} waited, {plural(receipt.slots_per_layer, 'slot')} a layer"
     )
     if counters["pilot_reads"]:
         text += f", {counters['pilot_useful']} of {counters['pilot_reads']} read ahead were of use"
     if counters["mirror_bytes"]:
-        text += f", {data_size(counters['mirror_bytes'])} of all from mirrors"
+        text += f", {file_size(counters['mirror_bytes'])} of all from mirrors"
     if counters["repeated_reads"]:
         text += f", {plural(counters['repeated_reads'], 'read')} failed and had to be repeated"
     return text

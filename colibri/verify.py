@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import generation
-from colibri.amounts import data_size, plural
+from colibri.amounts import file_size, plural
 from colibri.chat import Template
 from colibri.checkpoint import INDEX
 from colibri.checksum import crc32
@@ -161,7 +161,7 @@ def _check_contents(verdict: Verdict) -> None:
         contents = open_contents(verdict.directory)
         verdict.warnings += contents.notes
         nbytes = contents.bytes
-        files = f"{plural(len(contents.shards), 'file')}, {data_size(nbytes)}"
+        files = f"{plural(len(contents.shards), 'file')}, {file_size(nbytes)}"
         verdict.facts.append(f"{files}: {contents.summary}")
         half = dead_half(contents) if isinstance(contents, Container) else None
         if half:
@@ -234,9 +234,9 @@ def _check_bytes(
             if report:
                 report(done, total)
     compared = sum(piece.nbytes for piece in pieces if piece.crc is not None)
-    fact = f"{data_size(compared)} compared with their checksums"
+    fact = f"{file_size(compared)} compared with their checksums"
     if compared != total:
-        fact += f", {data_size(total - compared)} without checksums read"
+        fact += f", {file_size(total - compared)} without checksums read"
     verdict.facts.append(fact)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colibri.amounts import data_size, duration, gigabytes, plural
+from colibri.amounts import duration, file_size, memory_size, plural
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 )
 def test_memory_is_told_in_powers_of_two(text, nbytes):
     """2^30 bytes are a GiB, as --ram takes them, and small amounts get smaller units."""
-    assert gigabytes(nbytes) == text
+    assert memory_size(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_memory_is_told_in_powers_of_two(text, nbytes):
 )
 def test_data_is_told_in_powers_of_ten(text, nbytes):
     """10^9 bytes are a GB, as disks and files are counted; what is small is never 0.00 GB."""
-    assert data_size(nbytes) == text
+    assert file_size(nbytes) == text
 
 
 def test_nouns_agree():

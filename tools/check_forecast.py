@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import probe
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.bench import Arm, Bench, Request
 from colibri.container import Container
 from colibri.errors import ColibriError
@@ -109,8 +109,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         slots = "all" if row["slots"] is None else row["slots"]
         yield (
-            f"| {gigabytes(row['budget'])} | {slots} | {row['forecast_read_bytes'] / 1e6:,.3g} MB, "
-            f"{row['read_bytes'] / 1e6:,.3g} MB | {row['forecast']:.3g}, {row['measured']:.3g} "
+            f"| {memory_size(row['budget'])} | {slots} "
+            f"| {row['forecast_read_bytes'] / 1e6:,.3g} MB, {row['read_bytes'] / 1e6:,.3g} MB "
+            f"| {row['forecast']:.3g}, {row['measured']:.3g} "
             f"({row['least']:.3g} to {row['most']:.3g}) | {row['ratio']:.2f} | {row['limit']} |"
         )
 

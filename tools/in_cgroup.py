@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from colibri.amounts import gigabytes
+from colibri.amounts import memory_size
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import BY_NAME
 from colibri.memory import ancestors, mounts
@@ -190,9 +190,9 @@ def run(command: list[str], size: int, root: Path = ROOT) -> int:
             raise UsageError(f"{command[0]}: cannot be started: {why}") from why
         code = _wait(child)
         peak = group.peak
-        used = f", at most {gigabytes(peak)} used" if peak is not None else ""
+        used = f", at most {memory_size(peak)} used" if peak is not None else ""
         killed = f", {group.kills} killed for memory" if group.kills else ""
-        limit = gigabytes(size)
+        limit = memory_size(size)
         print(f"in_cgroup: limit {limit}{used}{killed}, exit status {code}", file=sys.stderr)
         return code
 

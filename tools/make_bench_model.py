@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from colibri.amounts import data_size
+from colibri.amounts import file_size
 from colibri.checkpoint import INDEX
 from colibri.config import ModelConfig
 from colibri.errors import ColibriError, UsageError
@@ -182,7 +182,7 @@ def _prepare(target: Path, total: int) -> None:
         raise UsageError(f"{target}: already holds {held[0].name}; give another directory")
     free = shutil.disk_usage(target).free
     if free < total:
-        raise UsageError(f"{target}: {data_size(total)} are needed, {data_size(free)} are free")
+        raise UsageError(f"{target}: {file_size(total)} are needed, {file_size(free)} are free")
 
 
 def _write_shard(
@@ -240,7 +240,7 @@ def main() -> int:
 
     def show(name: str, done: int, total: int) -> None:
         rate = done / (time.monotonic() - start)
-        print(f"{name}: {data_size(done)} of {data_size(total)}, {data_size(rate)}/s", flush=True)
+        print(f"{name}: {file_size(done)} of {file_size(total)}, {file_size(rate)}/s", flush=True)
 
     def parse(text: str) -> Format:
         return Format.parse(text.removesuffix("-row"))

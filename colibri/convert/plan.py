@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from colibri.amounts import data_size
+from colibri.amounts import file_size
 from colibri.checkpoint import INDEX, WORK
 from colibri.convert import sides as side_files
 from colibri.convert.hub import Hub
@@ -186,8 +186,8 @@ class Plan:
             if not (self.hub or self.request.delete_source):
                 remedy += "; --delete-source frees each source shard once it is safely written"
             raise UsageError(
-                f"{self.request.target}: {data_size(needed)} are needed and {data_size(free)} are "
-                f"free: {data_size(needed - free)} short; {remedy}"
+                f"{self.request.target}: {file_size(needed)} are needed and {file_size(free)} are "
+                f"free: {file_size(needed - free)} short; {remedy}"
             )
 
 
