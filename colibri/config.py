@@ -17,7 +17,7 @@ FULL, SHARED = "full", "shared"
 DENSE, SPARSE = "dense", "sparse"
 CONFIG_BYTES = 16 << 20
 
-# Field: (least, most). No product of three of them times eight overflows 63 bits.
+# Field: (least, most). Rows times columns times eight of any matrix fit an int64.
 _LIMITS = {
     "vocab_size": (1, 1 << 20),
     "hidden_size": (1, 1 << 17),
