@@ -74,8 +74,10 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts for one model on one machine; `threads` is that of the speeds, `spares` the slots
-    a layer that the router's lookahead asks for."""
+    """Forecasts for one model on one machine; `threads` is that of the speeds.
+
+    `spares`: slots that the router's lookahead adds to the pool of all main layers.
+    """
 
     def __init__(
         self, shape: Shape, speeds: Speeds, locality: Locality = TEXT, spares: int = PILOT_SLOTS
@@ -124,7 +126,7 @@ class Forecaster:
     def whole(self, context: int) -> int:
         """The budget that holds every expert."""
         demand = self.demand(context, self.shape.files)
-        experts = demand.experts * demand.slot_round
+        experts = demand.experts * demand.layer_slots_bytes
         return demand.dense + demand.session + experts + RESERVE
 
     def slots(self, plan: Plan, demand: Demand) -> float:
@@ -134,7 +136,7 @@ class Forecaster:
         if plan.io == "mmap":
             return float(demand.experts)
         left = plan.budget - demand.dense - demand.session - RESERVE
-        return min(float(demand.experts), max(0.0, left / demand.slot_round))
+        return min(float(demand.experts), max(0.0, left / demand.layer_slots_bytes))
 
     # ---- forecasts --------------------------------------------------------------------------
 

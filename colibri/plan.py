@@ -22,7 +22,7 @@ class Demand:
     slot: int  # one expert slot of a main layer
     mtp_slot: int = 0  # one of the MTP layer's; 0 when it is not loaded
     experts_per_token: int = 1
-    spares: int = 0  # slots of a main layer that the pilot asks for
+    spares: int = 0  # slots that the pilot adds, in all; each of a main layer's size
     conversations: int = 1
 
     @classmethod
@@ -36,7 +36,7 @@ class Demand:
         )
 
     @property
-    def slot_round(self) -> int:
+    def layer_slots_bytes(self) -> int:
         """Bytes of one more slot in every layer."""
         return self.layers * self.slot + self.mtp_slot
 
@@ -68,7 +68,7 @@ def make_plan(
     """
     fixed = demand.dense + demand.session + reserve
     left = budget - fixed
-    least = demand.slot_round if io in ("buffered", "direct") else 0
+    least = demand.layer_slots_bytes if io in ("buffered", "direct") else 0
     if left < 0:
         raise UsageError(
             f"the dense weights ({memory_size(demand.dense)}), the caches "
@@ -84,10 +84,10 @@ def make_plan(
     if fits < 1:
         raise UsageError(
             f"{memory_size(left)} are left for experts and one slot in each of {demand.layers} "
-            f"layers needs {memory_size(demand.slot_round)}; give more memory with --ram or use "
-            f"--io mmap{_fewer(demand, least - left)}"
+            f"layers needs {memory_size(demand.layer_slots_bytes)}; give more memory with --ram "
+            f"or use --io mmap{_fewer(demand, least - left)}"
         )
-    footprint = fixed + fits * demand.slot_round + spare
+    footprint = fixed + fits * demand.layer_slots_bytes + spare
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
 
 
@@ -123,22 +123,22 @@ def _fewer(demand: Demand, lacking: int) -> str:
 
 def _slots(demand: Demand, left: int) -> tuple[int, int]:
     """Slots a layer, and bytes of spare ones: none where all experts or hardly any have one."""
-    if not demand.slot_round:
+    if not demand.layer_slots_bytes:
         return 0, 0
     spare = demand.spares * demand.slot
-    alone = left // demand.slot_round
-    if alone >= demand.experts or left - spare < demand.slot_round:
+    alone = left // demand.layer_slots_bytes
+    if alone >= demand.experts or left - spare < demand.layer_slots_bytes:
         return min(alone, demand.experts), 0
-    return (left - spare) // demand.slot_round, spare
+    return (left - spare) // demand.layer_slots_bytes, spare
 
 
 def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -> str:
     """Mapped when there is nothing to stream, or no room for slots; else slots of our own."""
-    if not demand.slot_round or demand.container < _GIB // 4:
+    if not demand.layer_slots_bytes or demand.container < _GIB // 4:
         return "mmap"
     if fits < 1:
         return "mmap"
-    whole = demand.experts * demand.slot_round
+    whole = demand.experts * demand.layer_slots_bytes
     if fits < demand.experts:
         return streamed()
     # A second copy in the page cache makes the next start warm; without room for it, go past it.
@@ -148,7 +148,7 @@ def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -
 def _notes(demand: Demand, slots: int) -> tuple[str, ...]:
     if slots >= demand.experts_per_token:
         return ()
-    need = demand.experts_per_token * demand.slot_round
+    need = demand.experts_per_token * demand.layer_slots_bytes
     return (
         f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}: "
         f"every token reads all its experts; {memory_size(need)} for experts would change that",

@@ -21,7 +21,7 @@ def tight() -> str:
     """--ram that leaves eight slots a layer for the demo's 32 experts."""
     engine = Engine.open(Settings.resolve({"threads": "1"}, {}))
     demand = engine.demand()
-    slots = 8 * demand.slot_round + demand.spares * demand.slot
+    slots = 8 * demand.layer_slots_bytes + demand.spares * demand.slot
     need = demand.dense + demand.session + RESERVE + slots
     return f"{need / (1 << 20) + 0.01:.3f}M"
 

@@ -17,7 +17,7 @@ DEMAND = Demand(
 def test_slots_fill_what_is_left():
     """A budget below the container becomes direct slots, and the footprint stays within it."""
     plan = make_plan(DEMAND, 2 * GB, reserve=100 * MB)
-    one_more = plan.footprint + DEMAND.slot_round
+    one_more = plan.footprint + DEMAND.layer_slots_bytes
     assert plan.io == "direct"
     assert plan.footprint <= 2 * GB < one_more
     assert plan.slots_per_layer == (2 * GB - 700 * MB) // (92 * MB)
@@ -37,10 +37,11 @@ def test_the_pilots_slots_are_within_the_budget():
     piloted = replace(DEMAND, spares=4)
     plan = make_plan(piloted, 2 * GB, reserve=100 * MB)
     assert plan.pilot and plan.footprint <= 2 * GB
-    assert plan.footprint == 700 * MB + plan.slots_per_layer * DEMAND.slot_round + 4 * DEMAND.slot
+    slots = plan.slots_per_layer * DEMAND.layer_slots_bytes + 4 * DEMAND.slot
+    assert plan.footprint == 700 * MB + slots
     whole = make_plan(piloted, 13 * GB)
     assert not whole.pilot and whole.footprint == make_plan(DEMAND, 13 * GB).footprint
-    few = make_plan(piloted, 600 * MB + DEMAND.slot_round)
+    few = make_plan(piloted, 600 * MB + DEMAND.layer_slots_bytes)
     assert not few.pilot and few.slots_per_layer == 1
     assert not make_plan(DEMAND, 2 * GB).pilot
 
@@ -61,7 +62,7 @@ def test_small_containers_are_mapped():
 
 def test_less_than_a_token_is_said():
     """Fewer slots than one token needs is a note with the memory that would change it."""
-    plan = make_plan(DEMAND, 700 * MB + 3 * DEMAND.slot_round)
+    plan = make_plan(DEMAND, 700 * MB + 3 * DEMAND.layer_slots_bytes)
     assert plan.slots_per_layer in (3, 4)
     assert "736 MiB for experts would change that" in plan.notes[0]
 
