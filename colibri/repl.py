@@ -259,14 +259,14 @@ class Repl:
             raise UsageError(f"{what}: /save NAME, or /save NAME replace")
         name = words[0]
         if not self.saved or self.saved.name != name:
-            place = self._place(name)
-            if place.exists and not words[1:]:
+            other = self._saved_as(name)
+            if other.exists and not words[1:]:
                 raise UsageError(
                     f"there is a session {name!r}: /load {name} takes it up, "
                     f"/save {name} replace replaces it"
                 )
-            place.hold()
-            self._switch(place)
+            other.hold()
+            self._switch(other)
         assert self.saved is not None
         self._save()
         self._say(f"saved as {name!r}, from now on after every turn")
@@ -284,8 +284,8 @@ class Repl:
 
     def resume(self, name: str, new: bool = False) -> bool:
         """Take up a saved conversation, and say so; `new` begins one when there is none."""
-        place = self._place(name)
-        if not new and not place.exists:
+        other = self._saved_as(name)
+        if not new and not other.exists:
             return False
         if self.saved and self._unsaved:
             self._save()  # or it is not let go of
@@ -293,15 +293,15 @@ class Repl:
         if mine:
             mine.close()
         try:
-            document = place.open()
+            document = other.open()
             if document is not None:
-                self._take_up(place)
+                self._take_up(other)
         except BaseException:  # Ctrl-C too: what is open stays held
-            place.close()
+            other.close()
             if mine:
                 mine.hold()
             raise
-        self._switch(place)
+        self._switch(other)
         self._unsaved = False
         kept = require_place(self._state, name)
         if document is None:
@@ -309,8 +309,8 @@ class Repl:
             self._say(f"session {name!r} is new; {after}")
         return True
 
-    def _take_up(self, place: Saved) -> None:
-        document = place.document
+    def _take_up(self, other: Saved) -> None:
+        document = other.document
         assert document is not None
         talk = Conversation(self.engine)
         talk.load(document.conversation)
@@ -318,7 +318,7 @@ class Repl:
         session = self.engine.slot.session
         count = len(document.tokens)
         try:
-            ready = place.restore(session)
+            ready = other.restore(session)
         except DamagedRows as error:
             self.terminal.warning(f"{error}; its tokens are read again")
             ready = 0
@@ -328,18 +328,18 @@ class Repl:
         self.talk = talk
         again = count - ready
         self._say(
-            f"resumed {place.name!r}, saved {document.saved}: {plural(talk.turns, 'question')}, "
+            f"resumed {other.name!r}, saved {document.saved}: {plural(talk.turns, 'question')}, "
             f"{plural(count, 'token')}, "
             + (f"{again} of them to be read again" if again else "none of them read again")
         )
 
-    def _place(self, name: str) -> Saved:
+    def _saved_as(self, name: str) -> Saved:
         return Saved(self._state, name, self.engine.container, self.engine.tokenizer.digest)
 
-    def _switch(self, place: Saved) -> None:
-        if self.saved and self.saved is not place:
+    def _switch(self, other: Saved) -> None:
+        if self.saved and self.saved is not other:
             self.saved.close()
-        self.saved = place
+        self.saved = other
 
     # ---- words ------------------------------------------------------------------------------
 

@@ -89,8 +89,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One cache of a session: "kv" or "index" of a layer, f32 [context, width]."""
+class CacheId:
+    """Which cache of a session: "kv" or "index" of a layer, f32 [context, width]."""
 
     layer: int
     kind: str
@@ -105,7 +105,7 @@ class Document:
     identity: Identity
     tokens: list[int] = field(default_factory=list)
     mtp_length: int = 0
-    caches: list["Place"] = field(default_factory=list)  # in the order of each file
+    caches: list[CacheId] = field(default_factory=list)  # in the order of each file
     segments: list[Segment] = field(default_factory=list)
     conversation: dict[str, Any] = field(default_factory=dict)
     saved: str = ""
@@ -121,7 +121,7 @@ class Document:
                 Identity(**raw["identity"]),
                 [int(token) for token in raw["tokens"]],
                 int(raw["mtp_length"]),
-                [Place(**place) for place in raw["caches"]],
+                [CacheId(**cache) for cache in raw["caches"]],
                 [Segment.parse(segment) for segment in raw["segments"]],
                 dict(raw["conversation"]),
                 str(raw["saved"]),
@@ -235,15 +235,15 @@ class Saved:
         self._sweep({segment.file for segment in segments})
 
     def _write_rows(
-        self, caches: dict[Place, np.ndarray], main: tuple[int, int], mtp: tuple[int, int]
+        self, caches: dict[CacheId, np.ndarray], main: tuple[int, int], mtp: tuple[int, int]
     ) -> Segment:
         """Rows [first, last) of every cache, as a file with a new name."""
         taken = [_ROWS.fullmatch(path.name) for path in entries(self.directory)]
         name = f"rows-{max((int(found[1]) for found in taken if found), default=0) + 1}"
         digest, size = hashlib.blake2b(digest_size=16), 0
         with writing(self.directory / name) as file:
-            for place, cache in caches.items():
-                first, last = mtp if place.mtp else main
+            for which, cache in caches.items():
+                first, last = mtp if which.mtp else main
                 if first < last:
                     rows = memoryview(cache[first:last]).cast("B")
                     digest.update(rows)
@@ -288,16 +288,16 @@ class Saved:
         return min(count, mtp_length) if session.model.has_mtp else count
 
     def _read_rows(
-        self, segment: Segment, places: list[Place], caches: dict[Place, np.ndarray]
+        self, segment: Segment, order: list[CacheId], caches: dict[CacheId, np.ndarray]
     ) -> None:
         """One file into the caches; what the session has no cache or no room for is skipped."""
         path = self.directory / segment.file
         digest = hashlib.blake2b(digest_size=16)
         try:
             with path.open("rb", buffering=0) as file:
-                for place in places:
-                    first, last = segment.mtp if place.mtp else segment.main
-                    for rows in _targets(caches.get(place), first, last, place.width):
+                for which in order:
+                    first, last = segment.mtp if which.mtp else segment.main
+                    for rows in _targets(caches.get(which), first, last, which.width):
                         _fill(file, rows)
                         digest.update(rows)
                 whole = not file.read(1) and digest.hexdigest() == segment.checksum
@@ -307,7 +307,7 @@ class Saved:
             raise DamagedRows(f"{path}: is damaged (its checksum differs)")
 
 
-def _caches(session: Session) -> dict[Place, np.ndarray]:
+def _caches(session: Session) -> dict[CacheId, np.ndarray]:
     """All caches, in file order."""
     mtp = session.model.config.num_hidden_layers
     found = {}
@@ -315,7 +315,7 @@ def _caches(session: Session) -> dict[Place, np.ndarray]:
         for kind in ("kv", "index"):
             rows = session.cache(layer, kind)
             if rows is not None:
-                found[Place(layer, kind, rows.shape[1], layer == mtp)] = rows
+                found[CacheId(layer, kind, rows.shape[1], layer == mtp)] = rows
     return found
 
 
@@ -349,7 +349,7 @@ def names(state: State) -> list[tuple[str, str]]:
 
 
 def _wasteful(
-    segments: list[Segment], caches: dict[Place, np.ndarray], length: int, mtp_length: int
+    segments: list[Segment], caches: dict[CacheId, np.ndarray], length: int, mtp_length: int
 ) -> bool:
-    live = sum(4 * place.width * (mtp_length if place.mtp else length) for place in caches)
+    live = sum(4 * which.width * (mtp_length if which.mtp else length) for which in caches)
     return len(segments) >= SEGMENTS or sum(s.nbytes for s in segments) > 2 * live
