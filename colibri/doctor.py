@@ -190,7 +190,7 @@ class Doctor:
         text = f"reads expert records at {rate / 1e9:.3g} GB/s"
         small = shape.files < 1 << 30
         if rate < SLOW_DISK and not small:
-            token = shape.sparse_layers * shape.config.num_experts_per_tok * shape.expert.total
+            token = shape.sparse_layer_count * shape.config.num_experts_per_tok * shape.expert.total
             text += f": {token / rate:.0f} s for a token whose experts are not in memory"
             kind = (
                 "an SSD" if _rotates(self.container.shards[0].path, self.root) else "a faster one"

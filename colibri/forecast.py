@@ -152,7 +152,7 @@ class Forecaster:
         used = config.num_experts_per_tok
         hits = self.locality.hits(slots, config.n_routed_experts, used)
         parts = self.step(hits, length)
-        cold = self.shape.sparse_layers * used * self.shape.expert.total
+        cold = self.shape.sparse_layer_count * used * self.shape.expert.total
         return Forecast(
             budget=budget,
             length=length,
@@ -172,7 +172,7 @@ class Forecaster:
     def step(self, hits: float, position: int, rows: int = 1) -> Parts:
         """A step of `rows` rows (which share no expert) at a position."""
         shape, config = self.shape, self.shape.config
-        layers, sparse = config.num_hidden_layers, shape.sparse_layers
+        layers, sparse = config.num_hidden_layers, shape.sparse_layer_count
         dense, bound = self._seconds(shape.dense, rows)
         head, _ = self._seconds(shape.head, rows)
         attention = rows * self._attention(position)
@@ -203,7 +203,7 @@ class Forecaster:
             missing = union - (self._kept(slots, union) if start else 0.0)
             reading = self._reading(missing, shape.expert)
             attention = rows * self._attention(start + rows // 2)
-            seconds += dense + attention + shape.sparse_layers * max(reading, computing)
+            seconds += dense + attention + shape.sparse_layer_count * max(reading, computing)
             seconds += config.num_hidden_layers * self.speeds.layer_seconds
         return seconds
 
@@ -281,7 +281,8 @@ def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
     floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden
     chosen = n * config.num_experts_per_tok
-    floats += n * config.qk_rope_head_dim + chosen * (3 + 2 * (shape.sparse_layers + shape.mtp))
+    floats += n * config.qk_rope_head_dim
+    floats += chosen * (3 + 2 * (shape.sparse_layer_count + shape.mtp))
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
     quantised += ROW_BLOCK * heads * config.kv_lora_rank
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden

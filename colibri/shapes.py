@@ -105,7 +105,7 @@ class Shape:
     mtp: bool
 
     @property
-    def sparse_layers(self) -> int:
+    def sparse_layer_count(self) -> int:
         """Main layers that route to experts."""
         return self.config.sparse_layer_count
 

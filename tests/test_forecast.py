@@ -50,7 +50,7 @@ def glm():
 def test_glm_sizes(glm):
     """414 GB on disk, 600 experts of 20,054,016 bytes a token, 193,280 cache bytes a token."""
     assert round(glm.files / GB) == 414 and glm.expert.total == RECORD
-    assert glm.sparse_layers * glm.config.num_experts_per_tok == 600
+    assert glm.sparse_layer_count * glm.config.num_experts_per_tok == 600
     assert glm.token_bytes == 4 * (79 * 576 + 22 * 128) == 193_280
     assert glm.head.total == 154880 * (6144 + 2)
     forecast = Forecaster(glm, SLOW).forecast(64 * GIB, 4096, 8192)
@@ -72,7 +72,7 @@ def test_a_container_is_counted_as_it_is(demo_container):
     shape, info = of_container(demo_container), info_of(demo_container)
     parts = {part.name: part.nbytes for part in info.parts}
     assert shape.expert.total == info.expert_bytes and shape.files == info.file_bytes
-    assert shape.sparse_layers * shape.config.num_experts_per_tok == info.experts_per_token
+    assert shape.sparse_layer_count * shape.config.num_experts_per_tok == info.experts_per_token
     embedding = parts["embedding"]
     assert shape.dense.total + shape.head.total == sum(
         parts[name] for name in parts if name not in ("experts", "mtp", "other", "embedding")
