@@ -83,10 +83,10 @@ class Fixed:
 class Guard:
     """Stops a policy whose drafts are nearly all refused; tries again 256 tokens later.
 
-    The rule: of at least 24 drafts verified, fewer than a tenth stood.
+    The rule: of at least PROPOSED drafts verified, fewer than one in ONE_IN stood.
     """
 
-    PROPOSED, TENTH, PAUSE = 24, 10, 256
+    PROPOSED, ONE_IN, PAUSE = 24, 10, 256
     MEMORY = 192  # counts are halved here, so that a long good past cannot hide a bad present
 
     def __init__(self, policy: DepthPolicy, remembers: bool = True) -> None:
@@ -102,7 +102,7 @@ class Guard:
     def state(self) -> str:
         """The policy's, or for how long it is paused."""
         if self._paused and self.rest:
-            return f"paused for {self.rest} tokens (fewer than 1 in {self.TENTH} drafts stood)"
+            return f"paused for {self.rest} tokens (fewer than 1 in {self.ONE_IN} drafts stood)"
         return self.policy.state
 
     def begin(self) -> None:
@@ -139,16 +139,16 @@ class Guard:
 
     @property
     def _useless(self) -> bool:
-        return self.proposed >= self.PROPOSED and self.accepted * self.TENTH < self.proposed
+        return self.proposed >= self.PROPOSED and self.accepted * self.ONE_IN < self.proposed
 
 
 class Acceptance:
     """The chance that a draft stands, given its place in the step and the drafter's confidence.
 
     Counts per (step, band of confidence) fade with a memory of about 50 drafts. Where they are
-    few, the band's own record speaks; where that is short, the square root of the confidence (a
-    drafter names the verifier's favourite more often than it thinks), corrected by how right or
-    wrong that has been so far.
+    few, the band's own record counts; where that is short, GUESS: about the square root of the
+    confidence (a drafter names the verifier's favourite more often than it thinks), scaled by the
+    ratio of drafts that stood to those expected so far.
     """
 
     EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
@@ -200,8 +200,10 @@ class Controller:
     REST_LEAST, REST_MOST = 16, 1024  # plain tokens before drafting is tried again
     CHECK_FIRST, CHECK_LAST = 8, 64  # steps with drafts before a plain one, to know its cost now
     OPTIMISM = 0.7  # chance of a draft where nothing is known
-    LEARN, RELEARN = 0.05, 0.3  # weight of one more draft in the mean chance of its step; of a try
-    # Price of drafts in what they give: worth the trouble; no use to verify even when trying.
+    # Least weight of a new draft in the mean chance of its step; its weight during a try.
+    LEARN, RELEARN = 0.05, 0.3
+    # Drafting goes on while a first draft breaks even at a chance of PAYS or less; a try verifies
+    # drafts down to 1 / HOPELESS of the chance at which verifying them breaks even.
     PAYS, HOPELESS = 0.985, 3.0
 
     def __init__(self, costs: Costs, cap: int = CAP, remembers: bool = True) -> None:
