@@ -97,7 +97,7 @@ class Distribution:
         return np.where(self.ids[at] == tokens, self.weights[at] / self.total, 0.0)
 
     def without(self, token: int) -> Distribution:
-        """The distribution given that the token is not this one (`carry_ban`)."""
+        """`carry_ban`: without this token, its probability set to 0 and the rest renormalised."""
         keep = self.ids != token
         if not keep.any():
             raise SamplingError(f"token {token} is the only one possible, and it was ruled out")

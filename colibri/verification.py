@@ -50,7 +50,7 @@ class Verification(Protocol):
         """How many drafts stand, from the first on, and what replaces the next; None: all stand.
 
         Row i of the main model's logits [at least len(drafts), vocab] decides `position` + i; q[i]
-        is what drafts[i] was drawn from, None for one that was certain.
+        is what drafts[i] was drawn from, None for a point mass.
         """
 
 
@@ -100,9 +100,10 @@ class Matching(InOrder):
 
 
 class Rejection(InOrder):
-    """Drafts are certain: one stands with the probability the main model gives it.
+    """The drafter's distribution is taken as a point mass at its draft.
 
-    A refused draft is banned (`carry_ban`) from the pick that replaces it.
+    So a draft stands with the probability p that the main model gives it. A refused one is replaced
+    by a draw from p without it (its probability set to 0, the rest renormalised).
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -136,7 +137,7 @@ class Probabilistic:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._certain = Rejection(sampler)
+        self._rejection = Rejection(sampler)
 
     def propose(self, logits: Row, position: int, step: int) -> Proposal | None:
         """A draw from q. Its key holds the step, so a position drafted twice is drawn afresh."""
@@ -158,7 +159,7 @@ class Probabilistic:
         """
         drawn = [of for of in q if of is not None]
         if len(drawn) < len(drafts):
-            return self._certain.judge(logits, position, drafts, q)
+            return self._rejection.judge(logits, position, drafts, q)
         count = len(drafts)
         p = [self.sampler.distribution(row) for row in logits[:count]]
         share, stand, kept = 1.0, 0, 1.0
