@@ -70,13 +70,13 @@ class Repl:
         try:
             status = self._talk()
         finally:
-            self._finish()
+            self._save_or_tell()
         return self._farewell.status or status or (Exit.ERROR if self._lost else Exit.OK)
 
     def _talk(self) -> int:
         while True:
             try:
-                self._keep()
+                self._save_if_named()
                 with self._farewell.stopping(self.lines.stop):
                     line = self.lines.read()
                 if line is None or (line.strip() and not self.take(line)):
@@ -112,7 +112,7 @@ class Repl:
         return True
 
     def close(self) -> None:
-        """Let go of what was held."""
+        """Stop reading experts, and let others have the saved conversation."""
         self._resident.stop()
         if self.saved:
             self.saved.close()
@@ -155,20 +155,20 @@ class Repl:
                 self.terminal.progress("thinking,", spaces, None, "words")
                 continue
             if hidden:
-                self._folded(turn)
+                self._tell_hidden(turn)
                 hidden = 0
             self.terminal.show(piece)
         if hidden:
-            self._folded(turn)
+            self._tell_hidden(turn)
 
-    def _folded(self, turn: Turn) -> None:
+    def _tell_hidden(self, turn: Turn) -> None:
         self.terminal.clear()
         if self.terminal.watched:
             self._say(f"(thought {plural(len(turn.reasoning.split()), 'word')}; /think show)")
 
     # ---- saving -----------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _save_if_named(self) -> None:
         """Save what is new, if the conversation has a name; a failure is tried again later."""
         if self.saved and self._unsaved:
             self._state.keep(f"session {self.saved.name!r}", self._save)
@@ -182,7 +182,7 @@ class Repl:
             self.saved.save(self.engine.slot.session, self.talk.as_dict())
             self._unsaved = False
 
-    def _finish(self) -> None:
+    def _save_or_tell(self) -> None:
         """The conversation ends: what is still unsaved is saved now, or an error says it is not."""
         if not self.saved or not self._unsaved:
             return
@@ -209,7 +209,7 @@ class Repl:
         self.terminal.warn(commands.help_text(self.terminal.width))
 
     def _do_reset(self, argument: str) -> None:
-        self._finish()
+        self._save_or_tell()
         self.talk.reset()
         self._unsaved = False
         self._say("the conversation is forgotten")
