@@ -43,7 +43,7 @@ def chat(settings: Settings, session: str | None) -> int:
     """Open the model, take up the session, and talk; returns the exit status."""
     from colibri.engine import Engine, model_directory
     from colibri.errors import ColibriError
-    from colibri.interrupt import Farewell
+    from colibri.interrupt import TerminationSignals
     from colibri.lines import lines_of
     from colibri.repl import Repl, require_place
     from colibri.resident import Resident
@@ -63,8 +63,8 @@ def chat(settings: Settings, session: str | None) -> int:
     finally:
         terminal.clear()
     resident = Resident(engine, state)
-    with Farewell() as farewell:
-        repl = Repl(engine, terminal, lines, state, resident, farewell)
+    with TerminationSignals() as signals:
+        repl = Repl(engine, terminal, lines, state, resident, signals)
         try:
             terminal.aside(_banner(engine, repl.thinking()))
             _announce(terminal, engine)
@@ -73,15 +73,15 @@ def chat(settings: Settings, session: str | None) -> int:
             if lines.typed and settings.warm is not False:
                 resident.start()
             elif settings.warm:
-                with farewell.stopping(resident.stop):
+                with signals.stopping(resident.stop):
                     resident.fill(terminal.progress)
                 terminal.clear()
             return repl.run()
         except OSError:
-            if not farewell.number:
+            if not signals.number:
                 raise
             close_stdout()  # a terminal that is gone; what was said is saved
-            return farewell.status
+            return signals.status
         finally:
             with suppress(ColibriError):
                 repl.close()

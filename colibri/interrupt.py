@@ -65,12 +65,12 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-class Leave(BaseException):
-    """The chat is to end, where reading a line can only be broken off."""
+class ReadAborted(BaseException):
+    """Raised to break off reading a line because the chat is to end."""
 
 
-class Farewell:
-    """While entered, SIGHUP and SIGTERM ask for the end instead of being it.
+class TerminationSignals:
+    """While entered, SIGHUP and SIGTERM ask the chat to end instead of killing the process.
 
     `number` is the first that came, 0 before. Outside the main thread nothing is installed.
     """
@@ -85,7 +85,7 @@ class Farewell:
         """The exit status, as of a program that the signal has killed; 0 when none came."""
         return 128 + self.number if self.number else 0
 
-    def __enter__(self) -> "Farewell":
+    def __enter__(self) -> "TerminationSignals":
         with suppress(ValueError):  # not the main thread
             for number in (signal.SIGHUP, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from colibri.answer import MOST_BYTES
 from colibri.errors import UsageError
-from colibri.interrupt import Leave
+from colibri.interrupt import ReadAborted
 from colibri.knobs import Screen
 from colibri.state import State, failed, make_directory
 from colibri.terminal import Terminal, is_terminal
@@ -34,7 +34,7 @@ class Lines(Protocol):
         """The next message; None at the end. KeyboardInterrupt: Ctrl-C with nothing typed."""
 
     def stop(self) -> None:
-        """From a signal handler: `read` ends with Leave, raised here where that is safe."""
+        """From a signal handler: `read` ends with ReadAborted, raised here where that is safe."""
 
 
 def lines_of(terminal: Terminal, state: State) -> Lines:
@@ -108,7 +108,7 @@ class PipedLines:
 
     def stop(self) -> None:
         """Reading is broken off."""
-        raise Leave
+        raise ReadAborted
 
     def _skip(self) -> None:
         while self._long:
@@ -146,7 +146,7 @@ class PlainLines:
 
     def stop(self) -> None:
         """Reading is broken off."""
-        raise Leave
+        raise ReadAborted
 
     def _line(self, prompt: str) -> str | None:
         self._shown.write(prompt)
@@ -208,16 +208,16 @@ class EditedLines:
         return unquoted(clean(text))
 
     def stop(self) -> None:
-        """The editor gives the terminal back before Leave is raised."""
+        """The editor gives the terminal back before ReadAborted is raised."""
         app = self._session.app
         if app.loop is None:
-            raise Leave
-        app.loop.call_soon_threadsafe(self._leave)
+            raise ReadAborted
+        app.loop.call_soon_threadsafe(self._abort)
 
-    def _leave(self) -> None:
+    def _abort(self) -> None:
         future = self._session.app.future
         if future and not future.done():
-            self._session.app.exit(exception=Leave)
+            self._session.app.exit(exception=ReadAborted)
 
 
 def _keys() -> object:

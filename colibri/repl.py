@@ -12,7 +12,7 @@ from colibri.answer import REASONING
 from colibri.conversation import Conversation
 from colibri.engine import Engine
 from colibri.errors import ColibriError, ContextFull, Exit, StateError, UsageError
-from colibri.interrupt import Farewell, Interrupts, Leave, held
+from colibri.interrupt import Interrupts, ReadAborted, TerminationSignals, held
 from colibri.knobs import BY_NAME
 from colibri.lines import Lines
 from colibri.resident import Resident
@@ -47,7 +47,7 @@ class Repl:
         lines: Lines,
         state: State,
         resident: Resident,
-        farewell: Farewell | None = None,
+        signals: TerminationSignals | None = None,
     ) -> None:
         settings = engine.settings
         self.engine = engine
@@ -57,7 +57,7 @@ class Repl:
         self.saved: Saved | None = None
         self._state = state
         self._resident = resident
-        self._farewell = farewell or Farewell()
+        self._signals = signals or TerminationSignals()
         self._shows_reasoning = True
         self._last: Turn | None = None
         self._leaving = False  # one more Ctrl-C ends it
@@ -71,19 +71,19 @@ class Repl:
             status = self._talk()
         finally:
             self._save_or_tell()
-        return self._farewell.status or status or (Exit.ERROR if self._lost else Exit.OK)
+        return self._signals.status or status or (Exit.ERROR if self._lost else Exit.OK)
 
     def _talk(self) -> int:
         while True:
             try:
                 self._save_if_named()
-                with self._farewell.stopping(self.lines.stop):
+                with self._signals.stopping(self.lines.stop):
                     line = self.lines.read()
                 if line is None or (line.strip() and not self.take(line)):
                     break
                 if not line.strip():
                     self._leaving = False
-            except Leave:
+            except ReadAborted:
                 break
             except KeyboardInterrupt:
                 if self._leaving:
@@ -126,7 +126,7 @@ class Repl:
         with Interrupts(turn.cancel) as interrupts:
             turn.session.watch(interrupts.fd)
             try:
-                with self._farewell.stopping(turn.cancel):
+                with self._signals.stopping(turn.cancel):
                     self._show(turn)
             finally:
                 with held():

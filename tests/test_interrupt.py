@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from colibri.interrupt import Farewell, Interrupts, Leave, held
+from colibri.interrupt import Interrupts, ReadAborted, TerminationSignals, held
 
 
 def test_it_waits_until_the_block_is_done():
@@ -55,40 +55,40 @@ def test_a_second_signal_while_the_first_is_counted(monkeypatch):
     assert interrupts.count == 2
 
 
-def test_farewell():
+def test_termination_signals():
     """The first signal is the status and stops what runs; a second SIGHUP is the same terminal's,
     a second SIGTERM deadly; afterwards all is as it was."""
     usual, stopped = [signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)], []
-    with Farewell() as farewell:
-        assert farewell.status == 0
-        with farewell.stopping(lambda: stopped.append(farewell.number)):
+    with TerminationSignals() as signals:
+        assert signals.status == 0
+        with signals.stopping(lambda: stopped.append(signals.number)):
             signal.raise_signal(signal.SIGHUP)
             signal.raise_signal(signal.SIGHUP)
             signal.raise_signal(signal.SIGTERM)
-        assert (stopped, farewell.status) == ([signal.SIGHUP] * 2, 129)
+        assert (stopped, signals.status) == ([signal.SIGHUP] * 2, 129)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert [signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)] == usual
 
 
-def test_farewell_before_anything_runs():
+def test_termination_signals_before_anything_runs():
     """A signal between two things to stop stops the next one before it begins."""
 
-    def leave() -> None:
-        raise Leave
+    def abort() -> None:
+        raise ReadAborted
 
-    with Farewell() as farewell:
+    with TerminationSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Leave), farewell.stopping(leave):
+        with pytest.raises(ReadAborted), signals.stopping(abort):
             pytest.fail("it ran")
 
 
-def test_farewell_leaves_ignored_signals_alone():
+def test_termination_signals_leave_ignored_signals_alone():
     """Under nohup a closed terminal ends nothing."""
     usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Farewell() as farewell:
+        with TerminationSignals() as signals:
             signal.raise_signal(signal.SIGHUP)
-            assert farewell.number == 0
+            assert signals.number == 0
     finally:
         signal.signal(signal.SIGHUP, usual)
 
