@@ -47,22 +47,22 @@ class Doctor:
     def examine(self) -> list[Finding]:
         """Ten findings, in an order in which each may rest on those before it."""
         checks: list[tuple[str, Callable[[], Finding]]] = [
-            ("core", self.core),
-            ("processor", self.processor),
-            ("memory", self.memory),
-            ("speed", self.speed),
-            ("model", self.model),
-            ("fit", self.fit),
-            ("files", self.files),
-            ("disk", self.disk),
-            ("state", self.state),
-            ("limits", self.limits),
+            ("core", self.check_core),
+            ("processor", self.check_processor),
+            ("memory", self.check_memory),
+            ("speed", self.check_speed),
+            ("model", self.check_model),
+            ("fit", self.check_fit),
+            ("files", self.check_files),
+            ("disk", self.check_disk),
+            ("state", self.check_state),
+            ("limits", self.check_limits),
         ]
         return [_guarded(name, check) for name, check in checks]
 
     # ---- this installation ------------------------------------------------------------------
 
-    def core(self) -> Finding:
+    def check_core(self) -> Finding:
         """The compiled core is there, and computes what it should."""
         try:
             from colibri.selftest import agree
@@ -80,7 +80,7 @@ class Doctor:
         version = ".".join(map(str, sys.version_info[:3]))
         return Finding("core", OK, f"compiled, loaded into Python {version}, and exact")
 
-    def processor(self) -> Finding:
+    def check_processor(self) -> Finding:
         """Which kernels run, on how many cores."""
         from colibri.machine import describe
         from colibri.model import available_isas
@@ -97,7 +97,7 @@ class Doctor:
             return Finding("processor", WARN, found, remedy)
         return Finding("processor", OK, found)
 
-    def memory(self) -> Finding:
+    def check_memory(self) -> Finding:
         """What may be used, and which limit says so."""
         found = memory.budget(self.settings.ram, self.root)
         text = f"{memory_size(found.bytes)} may be used ({found.source})"
@@ -107,7 +107,7 @@ class Doctor:
             return Finding("memory", FAIL, text, remedy)
         return Finding("memory", OK, text)
 
-    def speed(self) -> Finding:
+    def check_speed(self) -> Finding:
         """How fast memory is read."""
         from colibri.machine import MEMORY_BYTES, read_bandwidth
 
@@ -118,7 +118,7 @@ class Doctor:
 
     # ---- the model --------------------------------------------------------------------------
 
-    def model(self) -> Finding:
+    def check_model(self) -> Finding:
         """The directory is a whole container with a tokenizer."""
         from colibri.container import Container
         from colibri.engine import model_directory
@@ -138,7 +138,7 @@ class Doctor:
             return Finding("model", WARN, f"{text}; {container.notes[0]}", "colibri info says more")
         return Finding("model", OK, text)
 
-    def fit(self) -> Finding:
+    def check_fit(self) -> Finding:
         """How much of it stays in memory."""
         from colibri.forecast import Forecaster
         from colibri.probe import Speeds
@@ -160,7 +160,7 @@ class Doctor:
             return Finding("fit", WARN, text, remedy)
         return Finding("fit", OK, text)
 
-    def files(self) -> Finding:
+    def check_files(self) -> Finding:
         """Where the files lie, and that they can be read."""
         if self.container is None:
             return _skipped("files")
@@ -178,7 +178,7 @@ class Doctor:
             )  # fmt: skip
         return Finding("files", OK, text)
 
-    def disk(self) -> Finding:
+    def check_disk(self) -> Finding:
         """How fast expert records are read."""
         from colibri.probe import disk_of
         from colibri.shapes import of_container
@@ -200,7 +200,7 @@ class Doctor:
 
     # ---- what surrounds it ------------------------------------------------------------------
 
-    def state(self) -> Finding:
+    def check_state(self) -> Finding:
         """Whether anything can be kept."""
         if self.settings.state is None:
             remedy = "set COLIBRI_STATE to a directory to save conversations"
@@ -215,7 +215,7 @@ class Doctor:
             return Finding("state", WARN, f"{path}: cannot be written", remedy)
         return Finding("state", OK, f"{path}: can be written")
 
-    def limits(self) -> Finding:
+    def check_limits(self) -> Finding:
         """Limits of the system that stand in the way."""
         problems = list(self._limits())
         if problems:
