@@ -26,9 +26,9 @@ from colibri.strictjson import parse_object
 
 EOS_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _MAX_ID = 1 << 24  # a corrupt id must not size a table
-_CHEAP = 1 << 16  # bytes of text that are encoded sooner than counted
-_COUNTED = 1 << 20  # bytes counted at a time: counting widens them
-Room = Callable[[int, int], None]  # (least tokens, bytes of text); raises when that is too much
+_CHEAP = 1 << 16  # texts of up to so many bytes are encoded without a bound of their tokens
+_COUNTED = 1 << 20  # bytes counted at a time: np.bincount makes 8 bytes of each
+Room = Callable[[int, int], None]  # (least tokens, bytes of text); raises when they are too many
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -40,7 +40,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
-# To the character whose Latin-1 code is the byte; Latin-1's others go where no byte is.
+# For str.translate: the stand-in of a byte becomes chr(byte); any other character up to U+00FF
+# becomes U+0100, which latin-1 cannot encode.
 _TO_LATIN = dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in _BYTE_OF.items()}
 # 0xC0, 0xC1 and 0xF5.. never occur in UTF-8, so a vocabulary may lack them.
 _NEEDED_BYTES = [b for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5]
@@ -180,8 +181,8 @@ class Tokenizer:
     def encode_pieces(self, pieces: Iterable[str | int], room: Room | None = None) -> list[int]:
         """Ids of plain texts and of the ids between them, in order.
 
-        `room` hears how many a long text will be at least before any is made: what cannot fit
-        costs neither time nor memory. Other threads run meanwhile.
+        `room` is called with a lower bound of the tokens of a long text before it is encoded; what
+        it raises stops the encoding. Other threads run meanwhile.
         """
         whole = [p if isinstance(p, int) else _without_surrogates(p) for p in pieces]
         if room is not None:
@@ -202,7 +203,7 @@ class Tokenizer:
         return batch([text], add_special_tokens=False)[0].ids
 
     def _least(self, data: bytes) -> int:
-        """A number of tokens that plain text of these UTF-8 bytes cannot stay below."""
+        """A lower bound of the tokens of plain text with these UTF-8 bytes."""
         if not self._keeps_text:
             return 0
         parts = (data[at : at + _COUNTED] for at in range(0, len(data), _COUNTED))
@@ -211,10 +212,10 @@ class Tokenizer:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """f64 [256]: of a token, what a byte is at least: one part of the longest with that byte.
+        """f64 [256]: 1 / (length of the longest token that contains the byte).
 
-        The parts of any one token's bytes add up to one at most, so a text's add up to no more
-        than its tokens.
+        The shares of one token's bytes add up to at most 1, so those of a text's bytes are a lower
+        bound of its tokens.
         """
         shares = np.zeros(256)
         for token in sorted(set(self._all), key=len, reverse=True):
