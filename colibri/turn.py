@@ -23,9 +23,10 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 class Step(NamedTuple):
-    """What a step of decoding gave, or a chunk of the prompt: nothing. Last, a bare last piece.
+    """Tokens and pieces of one decoding step.
 
-    Row i of the session's `logits` decided token i, until the session's next step.
+    A chunk of the prompt gives neither; the last Step has no tokens, and a piece if a character was
+    left unfinished. Row i of the session's `logits` decided token i; they last until its next step.
     """
 
     tokens: list[int]
