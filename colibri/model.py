@@ -25,7 +25,7 @@ _PILOT = {
     "router": lib.CLB_PILOT_ROUTER,
     "fed": lib.CLB_PILOT_FED,
 }
-WAITING: int = lib.CLB_WAITING  # beside a step's: rows that the MTP cache may lack
+WAITING: int = lib.CLB_WAITING  # hidden states kept beside a step's, for the MTP cache
 ROW_BLOCK: int = lib.CLB_ROW_BLOCK  # what bounds a session's scratch
 PAIR_BLOCK: int = lib.CLB_PAIR_BLOCK
 PILOT_SLOTS: int = lib.CLB_PILOT_SLOTS  # slots of the main layers that a pilot adds

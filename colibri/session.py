@@ -45,7 +45,7 @@ class Session:
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
         self._draft_out = _floats(self._draft_logits)
         self._start = 0  # of the last step's rows
-        self._who: Any = None  # who is told how far a step is
+        self._report_handle: Any = None  # of the function that a step reports to
         counters, work = lib.clb_session_counters(self.handle), lib.clb_session_work(self.handle)
         self._counters = _view(counters, (len(_COUNTERS),), np.int64)
         self._work = _view(work, (len(_WORK), len(_COUNTERS)), np.int64)
@@ -192,7 +192,10 @@ class Session:
     def _reporting(
         self, progress: Callable[[int, int], None] | None, start: int, rows: int, total: int
     ) -> Iterator[None]:
-        """The core's step tells how far it is, as rows of a prompt; what that raises ends it."""
+        """Call `progress` from inside the core's step, counted in rows of the prompt.
+
+        An exception that it raises cancels the step and is raised here.
+        """
         faults: list[BaseException] = []
 
         def tell(share: float | BaseException) -> None:
@@ -202,10 +205,10 @@ class Session:
             elif progress and not faults:
                 progress(start + int(share * rows), total)
 
-        self._who = ffi.new_handle(tell)  # kept: an interrupt may leave it in the core
+        self._report_handle = ffi.new_handle(tell)  # kept: an interrupt may leave it in the core
         try:
             report = lib.colibri_report if progress else ffi.NULL
-            lib.clb_session_report(self.handle, report, self._who)
+            lib.clb_session_report(self.handle, report, self._report_handle)
             yield
         except Cancelled:
             if not faults:
@@ -232,7 +235,7 @@ class Session:
         return bool(lib.clb_session_hidden(self.handle, at))
 
     def crowded(self, rows: int) -> bool:
-        """Whether so many more rows would let go of hidden states that the MTP cache could use."""
+        """Whether a step of `rows` rows would push out hidden states that the MTP cache needs."""
         waiting = self.length - self.mtp_length
         return waiting + rows > self.max_rows + WAITING and self.mtp_ready
 
@@ -332,7 +335,10 @@ class Session:
 
 
 def _report_failed(_kind: Any, fault: BaseException, trace: Any) -> None:
-    """What a report raised; also a Ctrl-C that Python had kept while the core was at work."""
+    """cffi's onerror: hands an exception of the callback, or a pending Ctrl-C, to `tell`.
+
+    It cannot pass through the core: `tell` cancels the step instead.
+    """
     ffi.from_handle(trace.tb_frame.f_locals["who"])(fault)
 
 
