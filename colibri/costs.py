@@ -7,7 +7,7 @@ from typing import Protocol
 
 from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY, Lap
 
-STEP_ROWS = 8  # rows of one step that the drafter takes in; more are what waited
+STEP_ROWS = 8  # an absorb of up to so many rows is one step's; a larger one has rows that waited
 
 
 class Costs(Protocol):
@@ -61,9 +61,11 @@ class FixedCosts:
 
 
 class Mean:
-    """A mean that forgets, and that no single wild value moves far: after `memory` values the
-    oldest count for little; a value counts as WILD times the mean at most, and as the mean by WILD
-    at least; but a mean of few values gives way to one far below (a first pass is often slow).
+    """A mean with exponential forgetting that outliers move little.
+
+    After `memory` values the oldest count for little. A value is clipped to [mean / WILD,
+    mean * WILD]; but while the weight is below FEW, one below mean / WILD^3 starts the mean anew (a
+    first pass is often slow).
     """
 
     WILD, FEW = 1.5, 4.0
@@ -113,7 +115,7 @@ class MeasuredCosts:
 
     def __init__(self) -> None:
         self._pass: list[Mean] = []  # by rows, from 1
-        self._near: list[list[float]] = []  # by rows: seconds a unit took lately, and their weight
+        self._near: list[list[float]] = []  # by rows: decayed sums: seconds per unit, count
         self._absorb, self._draft = Mean(self.MEMORY), Mean(self.MEMORY)
         self._waiting = Mean(self.MEMORY)
         self._plain = 0
@@ -158,7 +160,7 @@ class MeasuredCosts:
                 self._draft.add(seconds / unit)
             elif name == ABSORB and rows <= STEP_ROWS:
                 self._absorb.add(seconds / unit)
-            elif name == ABSORB and rows > STEP_ROWS + 1:  # of one more either may be the case
+            elif name == ABSORB and rows > STEP_ROWS + 1:  # STEP_ROWS + 1 can be either
                 self._waiting.add(seconds / unit / rows)
 
     def _passed(self, rows: int, seconds: float) -> None:
