@@ -171,7 +171,8 @@ class Sampler:
         if ids.size == 1:
             return int(ids[0])
         u = noise.uniforms(self.seed, position, purpose, ids)
-        # 1 - u <= -ln u <= (1 - u)/u: whoever's least exceeds another's most needs no logarithm.
+        # 1 - u <= -ln u <= (1 - u) / u. A token whose lower bound is above the smallest upper bound
+        # cannot win and needs no logarithm.
         least = (1.0 - u) / weights
         most = (least / u).min()
         hopeful = np.flatnonzero(least <= most * (1 + 1e-9))
@@ -190,7 +191,8 @@ class Sampler:
     def _row(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
         """The logits of real tokens and the index of the best; NaN and +Inf become -Inf."""
         row = logits[: self.vocab_used]
-        best = int(row.argmax())  # NaN wins argmax, so a finite winner clears the whole row
+        # argmax returns a NaN where there is one: a finite best means the row has no NaN, no +Inf.
+        best = int(row.argmax())
         if math.isfinite(row[best]):
             return row, best
         finite = np.isfinite(row)
