@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; Ctrl-C while its parts are being imported ends it without a word."""
+    """Run the command line; Ctrl-C while its parts are being imported ends it silently."""
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -22,15 +22,15 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return cli.main()
-    finally:  # nor has a Ctrl-C anything to say while Python ends
+    finally:  # a Ctrl-C while Python ends is silent too
         if interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _fill_streams() -> list[str]:
-    """Open nothing in place of each standard stream that came closed; returns their names.
+    """Open /dev/null for each closed standard stream; returns their names.
 
-    In this order each gets its own number, which no model file may take instead.
+    In this order they get the descriptors 0, 1 and 2, so that no model file can.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:

@@ -195,7 +195,11 @@ class Template:
 
 
 class _Markup:
-    """What is to be known of a tokenizer's added tokens to keep content from forming them."""
+    """Tables of a tokenizer's added tokens for _Guard.
+
+    `occurrence` finds whole ones, `heads` and `tails` are their proper beginnings and endings, and
+    `all` is searched for a text that is the middle of one.
+    """
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
         self.all = "\0".join(tokens)
@@ -203,7 +207,7 @@ class _Markup:
             re.escape(first): "|".join(re.escape(t[1:]) for t in tokens if t[0] == first)
             for first in {t[0] for t in tokens}
         }
-        # One letter is consumed, the rest only looked at: occurrences may overlap.
+        # A match consumes one character, the rest is a lookahead: occurrences may overlap.
         either = "|".join(f"{first}(?={rest})" for first, rest in starts.items())
         self.occurrence = re.compile(either) if tokens else None
         self.heads = {t[:n] for t in tokens for n in range(1, len(t))}

@@ -41,7 +41,7 @@ _ORDER = (  # of the help: what one needs first stands first
 
 
 class Group(click.Group):
-    """The command itself. A closed stdout ends it before click makes an error of that."""
+    """The top-level command. A reader of stdout that left gives status 141, not click's 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of the help, wherever they are made."""
@@ -82,7 +82,10 @@ class Command(click.Command):
     """A command whose options are shown by group; a bare --stats means --stats=table."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Fill in the value that may be left out; no other option takes an option for its value."""
+        """A bare --stats becomes --stats=table.
+
+        Any other option that is followed by an option lacks its value.
+        """
         self._require_values(ctx, args)
         words = knobs.BY_NAME["stats"].kind.words
         for at, following in enumerate([*args[1:], ""]):

@@ -1,4 +1,4 @@
-"""What a set of tensors makes of a model: its MTP layer, its indexers, and what is missing."""
+"""Which parts of a model a set of tensors holds: MTP layer, indexers, and what is missing."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -22,7 +22,8 @@ class Kind(IntEnum):
 
 FLOATS = (Kind.F32, Kind.BF16, Kind.F16)
 FLOAT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.F16: 2}
-# Groups a kernel can follow: one scale for the inputs a lane multiplies together (csrc/kernels.h).
+# A group must be a multiple of so many inputs, those that a SIMD lane multiplies under one scale;
+# int3: exactly so many. 0: whole rows only.
 _GROUP_STEP = {Kind.INT8: 4, Kind.INT4: 8, Kind.INT3: 64, Kind.INT2: 0}
 LARGEST_GROUP = 1 << 20
 

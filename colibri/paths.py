@@ -9,7 +9,10 @@ from colibri.errors import UsageError
 
 
 def expanded(path: str | Path, given: str) -> Path:
-    """`~` and `~name` are homes; UsageError, naming what was given, when there is no such one."""
+    """Replace a leading `~` or `~name` by the home directory.
+
+    UsageError, naming `given`, when there is no such user.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
