@@ -7,8 +7,8 @@ from colibri.memory import RESERVE, Budget
 
 MOST = 32768  # without --ctx; more is a flag away
 LEAST = 4096  # without --ctx, memory permitting
-_SHARE = 8  # without --ctx, the caches take at most this part of what the weights leave
-_SCRATCH = 8  # where caches take all that weights leave, this part of it is a step's scratch
+_SHARE = 8  # without --ctx, caches take at most 1/8 of what the weights leave, LEAST permitting
+_SCRATCH = 8  # 1/8 of what is left is set aside for a step's scratch
 _FLOAT = 4
 _REMEDY = "Free memory or raise --ram."
 

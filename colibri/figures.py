@@ -77,7 +77,8 @@ class Figure:
 def spent(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """(weight bytes touched, bytes that were missing) between two readings of a session's counters.
 
-    What a pilot read and the step then asked for was missing; what it read in vain was not."""
+    An expert that the pilot read counts as missing when the step asked for it, else not at all.
+    """
     kinds = ("expert_bytes", "dense_bytes", "head_bytes")
     change = {name: after[name] - before[name] for name in after}
     guessed = change["pilot_useful"] * change["expert_bytes"] // max(1, change["expert_uses"])

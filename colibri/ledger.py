@@ -72,7 +72,7 @@ class Balance:
 
 
 class Ledger:
-    """A stopwatch with one hand: exactly one segment runs at a time, so the parts are the whole."""
+    """A stopwatch: exactly one segment runs at a time, so their seconds add up to the whole."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.segments = {name: Segment(name) for name in SEGMENTS}
@@ -111,7 +111,7 @@ class Ledger:
             segment.rows += rows
 
     def waited(self, seconds: float) -> None:
-        """Other turns ran for so long: the open segment's hand stood still."""
+        """Other turns ran for `seconds`, which are not charged to the open segment."""
         self.others += seconds
         self._since += seconds
 

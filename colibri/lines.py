@@ -291,5 +291,5 @@ def continued(line: Callable[[str], str | None]) -> str | None:
 
 
 def clean(text: str) -> str:
-    """Without the halves of characters that a terminal in another encoding leaves behind."""
+    """Bytes that could not be decoded become U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

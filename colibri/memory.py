@@ -11,7 +11,7 @@ from colibri.errors import UsageError
 ROOT = Path("/")
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a huge number
 RESERVE = 96 << 20  # Python, the tokenizer and their libraries
-_SPARED = 16  # of free host memory one part in so many is left to everyone else
+_SPARED = 16  # 1/16 of the free host memory is left to other processes
 
 
 @dataclass(frozen=True)

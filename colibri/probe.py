@@ -37,7 +37,7 @@ _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's o
 _PIECE = 1 << 20
 _LEAST = 2 << 20  # bytes a thread reads at least
 _PATIENCE = 60  # seconds until a thread that never comes is an error
-_MEETING = 8 << 20  # bytes between two meetings of threads: long beside what a meeting takes
+_BARRIER_BYTES = 8 << 20  # a thread reads between two barriers: so much that these cost little
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
 
@@ -89,20 +89,20 @@ def products(
 
 
 def _streamed(isa: bytes, kind: str, threads: int, size: int, seconds: float) -> float:
-    """Threads with weights of their own, which meet after every few megabytes as the engine's do
-    after every matrix: where one is held up, all wait."""
+    """Threads with weights of their own and a barrier after every few megabytes, as the engine has
+    one after every matrix: where one thread is held up, all wait."""
     each = max(_LEAST, min(machine.MEMORY_BYTES, size)) // threads
-    count = max(1, each // _MEETING)
+    count = max(1, each // _BARRIER_BYTES)
     begun, over = [0.0], [False]
 
     def start() -> None:
         begun[0] = time.perf_counter()
 
-    def look() -> None:  # by one of those who meet, for all of them
+    def check_time() -> None:  # by one thread at each barrier, for all of them
         over[0] = time.perf_counter() > begun[0] + seconds
 
     ready = threading.Barrier(threads, start, _PATIENCE)
-    meeting = threading.Barrier(threads if count > 1 else 1, look, _PATIENCE)
+    barrier = threading.Barrier(threads if count > 1 else 1, check_time, _PATIENCE)
 
     def work(_number: int) -> float:
         pieces = [Linear(isa, kind, 1, each // count) for _ in range(count)]
@@ -111,7 +111,7 @@ def _streamed(isa: bytes, kind: str, threads: int, size: int, seconds: float) ->
         while not passes or not over[0]:
             for piece in pieces:
                 piece.run()
-                meeting.wait()
+                barrier.wait()
             passes += 1
         return passes * count * pieces[0].products / (time.perf_counter() - begun[0])
 

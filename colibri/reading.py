@@ -15,7 +15,7 @@ from colibri.state import State, make_directory, read_document, write_document
 FORMAT = "colibri-reading-1"
 _SIZE = 64 << 20  # bytes read by each way: a fraction of a second, a second on a slow disk
 _DEPTH = 6  # reads in flight: CLB_READS of csrc/residency.h
-_CLEARLY = 1.2  # direct reads leave the page cache alone: another way must be so much faster
+_CLEARLY = 1.2  # another way must be so much faster: direct reads do not fill the page cache
 _POPULATE_READ = 22  # madvise: Linux 5.14 and later
 
 

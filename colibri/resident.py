@@ -122,6 +122,6 @@ class Resident:
             yield sorted(block, key=lambda pair: places[pair])
 
     def _order(self, pairs: list[Pair]) -> None:
-        """What was read was the newest first; the slots should know it the other way round."""
+        """Touch them once more, oldest first: reading newest first left the recency reversed."""
         there = set(self._engine.model.resident())
         self._engine.model.warm([pair for pair in reversed(pairs) if pair in there])

@@ -43,7 +43,7 @@ def parts(receipt: Receipt) -> list[str]:
 
 
 def hit_rate(receipt: Receipt) -> float | None:
-    """Of the experts the answer used, those that were in their slots; None where mapped."""
+    """Fraction of the answer's expert uses that found the expert in a slot; None where mapped."""
     uses = receipt.answer_counters["expert_uses"]
     if not receipt.slots_per_layer or not uses:
         return None
