@@ -297,10 +297,10 @@ def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:
     return replace(speeds, layer_seconds=max(0.0, rest / small.config.num_hidden_layers))
 
 
-def look(
+def measure_machine(
     shape: Shape, threads: int, disk: DiskSpeed, source: str, isa: str | None = None
 ) -> Speeds:
-    """This machine's figures for a model; those of the disk are known already, from `source`."""
+    """Measure this machine for a model; the disk's figures are known already, from `source`."""
     demo_container = Container.open(demo.MODEL)
     small = of_container(demo_container, mtp=False)
     found = probe.measure(threads, kinds_of(shape, small), disk.rate, source, shape.files, isa)

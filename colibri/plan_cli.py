@@ -119,7 +119,7 @@ def _speeds(
     settings: Settings, options: dict[str, Any], shape: "Shape", container: "Container | None"
 ) -> "Speeds":
     from colibri import probe
-    from colibri.forecast import look
+    from colibri.forecast import measure_machine
     from colibri.memory import physical_cores
 
     threads = settings.threads or physical_cores()
@@ -128,7 +128,7 @@ def _speeds(
         sources = {"memory": "given", "disk": source}
         memory = options["memory"] * 1e9
         return probe.Speeds(threads, memory, disk.rate, latency=disk.latency, sources=sources)
-    return look(shape, threads, disk, source, settings.isa)
+    return measure_machine(shape, threads, disk, source, settings.isa)
 
 
 def _disk(

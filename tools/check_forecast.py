@@ -23,7 +23,7 @@ from colibri.amounts import memory_size
 from colibri.bench import Arm, Bench, Request
 from colibri.container import Container
 from colibri.errors import ColibriError
-from colibri.forecast import Forecaster, look
+from colibri.forecast import Forecaster, measure_machine
 from colibri.formats import Format
 from colibri.knobs import BY_NAME
 from colibri.layout import Formats
@@ -73,7 +73,8 @@ def _once(
     container: Container, request: Request, arm: Arm, shape: Shape, where: Locality
 ) -> dict[str, Any]:
     (threads,) = request.threads
-    speeds = look(shape, threads, probe.disk_of(container, shape.expert.total), "measured")
+    disk = probe.disk_of(container, shape.expert.total)
+    speeds = measure_machine(shape, threads, disk, "measured")
     context, position = 2 * request.tokens + SETTLE, 3 * request.tokens // 2
     forecast = Forecaster(shape, speeds, where).forecast(arm.ram, position, context, arm.io)
     (figure,) = Bench(container, replace(request, arms=(arm,)), _say).run()["figures"]
