@@ -35,7 +35,7 @@ Exit status: 0 done, 1 error (what is done is kept), 2 wrong usage, 130 interrup
 """
 
 
-class _Place(click.Path):
+class _NonEmptyPath(click.Path):
     """A path; an empty one, as of an unset variable, is not taken for the current directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -45,12 +45,12 @@ class _Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-_PLACE, _PATH = _Place(), _Place(path_type=Path)
+_SOURCE, _PATH = _NonEmptyPath(), _NonEmptyPath(path_type=Path)
 _THREADS = click.IntRange(1, 1024)
 
 
 @click.command("convert", cls=Command, epilog=EPILOG)
-@click.argument("source", type=_PLACE)
+@click.argument("source", type=_SOURCE)
 @click.argument("target", type=_PATH)
 @click.option("--experts", metavar="FORMAT", help="Routed experts. [default: int4-g64]")
 @click.option("--dense", metavar="FORMAT", help="Attention, shared experts. [default: int8]")
@@ -94,7 +94,7 @@ def convert(
     "repack", cls=Command,
     short_help="Write a container in another layout, its numbers unchanged.",
 )  # fmt: skip
-@click.argument("source", type=_PLACE)
+@click.argument("source", type=_SOURCE)
 @click.argument("target", type=_PATH)
 @click.option(
     "--to", "layout", type=click.Choice(("colibri", "public")), required=True,

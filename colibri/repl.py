@@ -265,7 +265,7 @@ class Repl:
                     f"there is a session {name!r}: /load {name} takes it up, "
                     f"/save {name} replace replaces it"
                 )
-            other.hold()
+            other.lock()
             self._switch(other)
         assert self.saved is not None
         self._save()
@@ -296,10 +296,10 @@ class Repl:
             document = other.open()
             if document is not None:
                 self._take_up(other)
-        except BaseException:  # Ctrl-C too: what is open stays held
+        except BaseException:  # Ctrl-C too: what is open stays locked
             other.close()
             if mine:
-                mine.hold()
+                mine.lock()
             raise
         self._switch(other)
         self._unsaved = False

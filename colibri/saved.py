@@ -141,7 +141,7 @@ def directory_of(state: State, name: str) -> Path:
 
 
 class Saved:
-    """One saved conversation, held while it is open: nobody else may write it.
+    """One saved conversation, locked while it is open: nobody else may write it.
 
     It belongs to `container` and to `tokenizer`, the `digest` of one.
     """
@@ -150,7 +150,7 @@ class Saved:
         self.name = name
         self.directory = directory_of(state, name)
         self._identity = Identity.of(container, tokenizer)
-        self._lock: BinaryIO | None = None
+        self._lock_file: BinaryIO | None = None
         self.document: Document | None = None
 
     @property
@@ -167,23 +167,23 @@ class Saved:
 
     def open(self) -> Document | None:
         """Read the document; None when nothing was saved. StateError names what does not fit."""
-        self.hold()
+        self.lock()
         raw = read_document(self.directory / DOCUMENT)
         if raw is None:
             return None
         found = Document.parse(raw, self.directory / DOCUMENT)
         if not found.identity.same(self._identity):
-            raise StateError(self._stranger(found.identity))
+            raise StateError(self._mismatch(found.identity))
         self.document = found
         return found
 
     def close(self) -> None:
         """Let others have it."""
-        if self._lock:
-            self._lock.close()
-        self._lock = None
+        if self._lock_file:
+            self._lock_file.close()
+        self._lock_file = None
 
-    def _stranger(self, other: Identity) -> str:
+    def _mismatch(self, other: Identity) -> str:
         mine = self._identity
         what = "another tokenizer" if other.fingerprint == mine.fingerprint else "another container"
         return (
@@ -192,13 +192,13 @@ class Saved:
             f"{mine.fingerprint[:12]}). Open it with that one, or choose another name"
         )
 
-    def hold(self) -> None:
+    def lock(self) -> None:
         """Lock it, where it can be written at all; StateError when another process has it."""
         with suppress(StateError):
             make_directory(self.directory)
         try:
-            self._lock = open_lock(self.directory / "lock")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = open_lock(self.directory / "lock")
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise StateError(
