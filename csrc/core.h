@@ -102,7 +102,7 @@ typedef struct clb_pair {
 struct clb_session {
     clb_model *model;
     int64_t context, max_rows, length, mtp_length, bytes;
-    int64_t step_id, step_start, step_rows; /* the last step: for recency once rows are kept */
+    int64_t step_id, step_start, step_rows; /* the last step; experts of rows kept become recent */
     int64_t layer_count; /* the model's */
     float **kv;          /* [layer_count] each [context][kv_lora + rope] */
     float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */

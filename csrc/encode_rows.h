@@ -54,7 +54,7 @@ static inline lanes rounded_scales(int32_t format, lanes scale) {
     return format == CLB_F16 ? lanes_halves(scale) : lanes_singles(scale);
 }
 
-/* n a multiple of sixteen but for what is stored. */
+/* Loads sixteen at a time, stores n. */
 static void store_scales(int32_t format, const float *scale, int64_t n, uint8_t *out) {
     if (format == CLB_F32) {
         memcpy(out, scale, (size_t)n * sizeof *scale);

@@ -71,9 +71,8 @@ static uint64_t rank_of(float score, int64_t position) {
     return (uint64_t)bits << 32 | (uint64_t)position;
 }
 
-/* The k-th smallest (k from 0) of n distinct values; reorders them. Nothing is jumped over inside a
-   pass: which side a score falls on is beyond any branch prediction. Pivots are drawn, for there
-   are rows of scores on which those in the middle take quadratic time; the result is the same. */
+/* The k-th smallest (k from 0) of n distinct values; reorders them. Quickselect; its partition has
+   no branch to mispredict, and pivots are drawn: fixed ones take quadratic time on some rows. */
 static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
     int64_t low = 0, high = n - 1;
     uint64_t drawn = 0x9e3779b97f4a7c15u;

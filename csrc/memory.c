@@ -10,8 +10,8 @@ enum {
     HUGE_PAGE = 2 << 20,
 };
 
-/* The system commits pages on first write, which only calloc leaves to it: the block's own address
-   is kept in front. */
+/* Only calloc gives zeroes in pages that are not committed before they are written. Its result is
+   aligned by hand: the block's address is kept just before ours. */
 void *clb_zeroed(int64_t bytes) {
     uint8_t *block = calloc(1, (size_t)bytes + 2 * LINE);
     if (!block) return NULL;

@@ -8,7 +8,7 @@
 
 enum {
     MOST_ROWS = 8,     /* with more rows the union is most of the layer, and guessing is moot */
-    LATEST = 8,        /* guesses of a rank that its worth is the mean of, roughly */
+    LATEST = 8,        /* worth is a decaying mean of about so many guesses */
     FIRST_GAP = 8,     /* hints between two tries of a rank that rests, doubled by every failure */
     LAST_GAP = 64,
     QUIET = 6,         /* with nothing to read, one hint in 2^QUIET looks again */

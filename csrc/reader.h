@@ -16,8 +16,8 @@ typedef struct clb_read {
     int32_t result; /* bytes read, or -errno, once done */
 } clb_read;
 
-/* worker: a kernel worker does each read; right for buffered files, whose reads copy from the page
-   cache in the submitter otherwise. NULL: out of memory, or io_uring is not offered here. */
+/* worker: IOSQE_ASYNC. Without it a buffered read that hits the page cache is copied inside the
+   submitting call. NULL: out of memory, or io_uring is not offered here. */
 clb_reader *clb_reader_new(bool uring, bool worker);
 void clb_reader_free(clb_reader *reader);
 /* Puts a read in flight, of at most 256 at any time; it must stay valid until done. What

@@ -126,8 +126,8 @@ static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, c
     return clb_check_ids(s, ids, n, error);
 }
 
-/* Where the next n rows leave their hidden states. Rows that the MTP cache holds make room for
-   them; where they are not enough all do, and that cache cannot catch up any more. */
+/* Room for the hidden states of the next n rows. Rows that the MTP cache holds are dropped for it;
+   if that is not enough all are, and that cache cannot catch up any more. */
 static float *hidden_room(clb_session *s, int64_t n) {
     int64_t width = s->model->config.hidden, first = s->length;
     if (s->length - s->window + n > s->window_rows) {

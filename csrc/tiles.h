@@ -169,8 +169,8 @@ CLB_APART eight repeat_scales(const uint8_t *s, int32_t format, int64_t blocks) 
     return eight_pick(each, of[blocks == 2 ? 0 : blocks == 4 ? 1 : 2]);
 }
 
-/* The same in the quickest way, read at once while the matrix has so many; the +0 for int4 only,
-   where all eight are used. n: blocks from b on. */
+/* Weight scales of blocks [b, b + 8) of output i, loaded at once while the matrix has eight more.
+   Lanes from block b + n on are +0 for int4 only, where take_off uses all eight. */
 CLB_INLINE eight weight_scales(const tile *t, const scales_at *s, int32_t format, int i, int64_t b,
                                int64_t n) {
     const int64_t blocks = t->kind == TWIN_SCALES ? t->w->group / CLB_BLOCK : 1;
@@ -206,7 +206,7 @@ CLB_INLINE eight times_row(const rows_at *x, int64_t b, int j, eight of) {
     return eight_mul(of, eight_load(x->scale + j * x->padded + b));
 }
 
-/* Takes off what the nibbles of blocks [b, b + 8) have too much. */
+/* Adds scale times the nibble offsets of blocks [b, b + 8). */
 CLB_INLINE eight take_off(const rows_at *x, int64_t b, int j, eight scale, eight acc) {
     return eight_fma(scale, eight_load(x->less + j * x->padded + b), acc);
 }
