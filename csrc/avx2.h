@@ -1,5 +1,5 @@
 /* AVX2 with FMA and F16C: sixteen lanes are two registers. kernels_avx2.c includes this for every
-   processor that has these, kernels_avx_vnni.c, with CLB_DPBUSD, for those with VNNI beside them. */
+   processor that has these, kernels_avx_vnni.c, with CLB_DPBUSD, for those that have VNNI too. */
 #ifndef CLB_AVX2_H
 #define CLB_AVX2_H
 

@@ -113,7 +113,7 @@ typedef struct clb_counters {
     int64_t expert_loads, read_bytes;       /* those not in memory nor read ahead; their bytes */
     int64_t read_wait_ns;                   /* time spent waiting for them */
     int64_t pilot_reads, pilot_useful;      /* experts guessed and read; those then asked for */
-    int64_t mirror_bytes;                   /* of all that was read, guesses too: not from drive 0 */
+    int64_t mirror_bytes;                   /* not read from drive 0, of all that was read */
     int64_t repeated_reads;                 /* that failed or fell short at first */
     int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
@@ -122,7 +122,7 @@ typedef struct clb_counters {
 /* What bounds a session's scratch. */
 enum {
     CLB_ROW_BLOCK = 32,  /* rows that attention takes at once */
-    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if those are more */
+    CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if more */
 };
 int32_t clb_session_new(clb_model *model, int64_t context, int64_t max_rows,
                         clb_session **session, clb_error *error);

@@ -93,7 +93,8 @@ static inline void fit_run(const sixteen *s, pairs by, int64_t first, int64_t la
     *square = squares;
 }
 
-static __attribute__((noinline)) void fit_long(const sixteen *s, pairs by, float *p, float *square) {
+static __attribute__((noinline)) void fit_long(const sixteen *s, pairs by, float *p,
+                                               float *square) {
     int64_t totals[2][LANES] = {{0}};
     for (int64_t at = 0; at < s->pairs; at += PAIRS_A_RUN) {
         int32_t part[2][LANES];

@@ -11,7 +11,7 @@ static void count_reads(clb_slot *s, const clb_extents *places) {
         s->reads_left += (int32_t)((places->at[i].last - places->at[i].first + PIECE - 1) / PIECE);
 }
 
-/* Past the page cache: the drive with the fewest bytes in flight, so that a faster one gets more. */
+/* Past the page cache: the drive with the fewest bytes in flight; so a faster one gets more. */
 static int32_t idlest_drive(const clb_residency *r, const clb_shard *shard) {
     int32_t best = CLB_NONE;
     for (int32_t i = 1; i <= CLB_DRIVES; i++) {

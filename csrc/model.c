@@ -240,7 +240,8 @@ static int32_t check_place(const clb_model *m, const clb_tensor *t, clb_matrix *
         if (part[i].offset < 0 || part[i].offset > shard->size ||
             part[i].bytes > shard->size - part[i].offset)
             return clb_fail(error, CLB_INVALID, "bytes %lld + %lld lie outside %s",
-                            (long long)part[i].offset, (long long)part[i].bytes, shard->copy[0].path);
+                            (long long)part[i].offset, (long long)part[i].bytes,
+                            shard->copy[0].path);
     }
     return CLB_OK;
 }

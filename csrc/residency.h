@@ -5,8 +5,8 @@
 #include "reader.h"
 #include "slots.h"
 
-/* Reads in flight at most, of one drive and of all: enough for its full rate, few enough that experts
-   land one after the other and the first is computed while the next ones are read. */
+/* Reads in flight at most, of one drive and of all: enough for its full rate, few enough that
+   experts arrive one after the other and the first is computed while the next ones are read. */
 enum { CLB_READS = 6, CLB_ALL_READS = CLB_READS * CLB_DRIVES };
 
 typedef struct clb_flight { /* what becomes of a read */

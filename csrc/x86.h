@@ -1,5 +1,5 @@
 /* Quantised products in 256-bit registers: eight lanes are one, a block is two of weights and two
-   of activations. CLB_DPBUSD is an instruction set's name for VNNI's products, where it has them. */
+   of activations. CLB_DPBUSD is the instruction set's name for VNNI's products, if it has them. */
 #ifndef CLB_X86_H
 #define CLB_X86_H
 
@@ -83,7 +83,7 @@ static inline packed nibbles(const uint8_t *p) { /* 0..15 */
                     _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
 }
 
-/* 32 values of 0..3, four in a byte: each byte becomes a word whose four bytes have two bits each. */
+/* 32 values of 0..3, four in a byte: each byte becomes a word of four bytes, two bits in each. */
 static inline half two_bits(const uint8_t *p) {
     __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
     x = _mm256_or_si256(x, _mm256_slli_epi32(x, 6));
