@@ -98,12 +98,12 @@ static inline void clb_unpack_int4(const uint8_t *p, int8_t *out) {
     }
 }
 
-/* Four values as the bytes of one word: two-bit fields spread to bytes, then less offset. */
+/* Four values as the bytes of one word: two-bit fields spread to bytes, then minus offsets. */
 static inline uint32_t clb_spread_pairs(uint32_t byte) {
     return (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
 }
 
-static inline uint32_t clb_less(uint32_t bytes, uint32_t offsets) {
+static inline uint32_t clb_subtract_bytes(uint32_t bytes, uint32_t offsets) {
     return ((bytes | 0x80808080u) - offsets) ^ 0x80808080u; /* no borrow crosses a byte */
 }
 
@@ -114,7 +114,7 @@ static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
         for (int l = 0; l < 8; l++) {
             uint32_t bits = high[half] >> 4 * l & 15; /* bit i of the four goes to byte i */
             bits = (bits | bits << 7 | bits << 14 | bits << 21) & 0x01010101u;
-            words[8 * half + l] = clb_less(clb_spread_pairs(p[8 * half + l]) | bits << 2,
+            words[8 * half + l] = clb_subtract_bytes(clb_spread_pairs(p[8 * half + l]) | bits << 2,
                                            0x04040404u);
         }
     memcpy(out, words, sizeof words);
@@ -123,7 +123,7 @@ static inline void clb_unpack_int3(const uint8_t *p, int8_t *out) {
 static inline void clb_unpack_int2(const uint8_t *p, int8_t *out) {
     uint32_t words[CLB_BLOCK / 4];
     for (int l = 0; l < CLB_BLOCK / 4; l++)
-        words[l] = clb_less(clb_spread_pairs(p[l]), 0x02020202u);
+        words[l] = clb_subtract_bytes(clb_spread_pairs(p[l]), 0x02020202u);
     memcpy(out, words, sizeof words);
 }
 

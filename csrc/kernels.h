@@ -41,9 +41,9 @@ typedef struct clb_acts { /* S rows of activations, in the form a format's kerne
     int64_t blocks, padded; /* ceil(cols / 64); the same, up to a multiple of eight */
     const float *x;         /* [rows][x_stride]: float formats read this */
     int64_t x_stride;
-    int8_t *q;    /* [rows][blocks][64], zero padded; order by format, see clb_order */
-    float *scale; /* [rows][padded] */
-    float *less;  /* [rows][padded]: -8 * the sum of a block's q, which nibbles have too much */
+    int8_t *q;            /* [rows][blocks][64], zero padded; order by format, see clb_order */
+    float *scale;         /* [rows][padded] */
+    float *nibble_offset; /* [rows][padded]: -8 * the sum of a block's q: nibbles are weights + 8 */
 } clb_acts;
 
 /* How a block's 64 inputs lie in q. CLB_EVEN_ODD: [inputs 0,2..62 | 1,3..63], for int4.
@@ -67,7 +67,7 @@ static inline clb_acts clb_acts_part(const clb_acts *acts, int64_t first, int64_
     part.x += first * acts->x_stride;
     part.q += first * acts->blocks * CLB_BLOCK;
     part.scale += first * acts->padded;
-    part.less += first * acts->padded;
+    part.nibble_offset += first * acts->padded;
     return part;
 }
 

@@ -77,7 +77,7 @@ static void take_off(const clb_matrix *w, const clb_acts *x, int64_t o, int64_t 
                      float *lane) {
     for (int64_t end = b + CLB_RUN; b < x->blocks && b < end; b++) {
         float scale = clb_scale_of_block(w, o, b) * x->scale[r * x->padded + b];
-        lane[b % CLB_EIGHT] = __builtin_fmaf(scale, x->less[r * x->padded + b],
+        lane[b % CLB_EIGHT] = __builtin_fmaf(scale, x->nibble_offset[r * x->padded + b],
                                              lane[b % CLB_EIGHT]);
     }
 }

@@ -16,8 +16,8 @@ int32_t clb_input_new(clb_input *input, int64_t capacity, int64_t cols, int64_t 
         clb_acts *a = &input->form[i];
         a->q = clb_zeroed(n);
         a->scale = clb_zeroed(scales);
-        a->less = clb_zeroed(scales);
-        if (!a->q || !a->scale || !a->less) return CLB_NO_MEMORY;
+        a->nibble_offset = clb_zeroed(scales);
+        if (!a->q || !a->scale || !a->nibble_offset) return CLB_NO_MEMORY;
     }
     *bytes += 2 * (n + 2 * scales);
     return CLB_OK;
@@ -27,7 +27,7 @@ void clb_input_free(clb_input *input) {
     for (int i = 0; i < 2; i++) {
         clb_zeroed_free(input->form[i].q);
         clb_zeroed_free(input->form[i].scale);
-        clb_zeroed_free(input->form[i].less);
+        clb_zeroed_free(input->form[i].nibble_offset);
     }
 }
 
@@ -36,7 +36,7 @@ void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t row
         clb_acts *a = &input->form[i], set = clb_acts_of(x, stride, rows, cols);
         set.q = a->q;
         set.scale = a->scale;
-        set.less = a->less;
+        set.nibble_offset = a->nibble_offset;
         *a = set;
         input->ready[i] = false;
     }

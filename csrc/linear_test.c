@@ -6,8 +6,8 @@ static int32_t quantize_rows(const clb_kernels *table, int32_t format, clb_acts 
     const int64_t scales = acts->rows * acts->padded * (int64_t)sizeof(float);
     acts->q = clb_zeroed(acts->rows * acts->blocks * CLB_BLOCK);
     acts->scale = clb_zeroed(scales);
-    acts->less = clb_zeroed(scales);
-    if (!acts->q || !acts->scale || !acts->less)
+    acts->nibble_offset = clb_zeroed(scales);
+    if (!acts->q || !acts->scale || !acts->nibble_offset)
         return clb_fail(error, CLB_NO_MEMORY, "no memory for %lld quantised activation rows",
                         (long long)acts->rows);
     for (int64_t r = 0; r < acts->rows; r++)
@@ -39,6 +39,6 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
         table->linear[w.format](&w, &acts, 0, w.rows, y, w.rows);
     clb_zeroed_free(acts.q);
     clb_zeroed_free(acts.scale);
-    clb_zeroed_free(acts.less);
+    clb_zeroed_free(acts.nibble_offset);
     return code;
 }

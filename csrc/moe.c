@@ -77,7 +77,7 @@ static void copy_quantised(const clb_acts *from, int64_t row, clb_acts *to, int6
     const size_t scales = (size_t)from->padded * sizeof(float);
     memcpy(to->q + pair * to->blocks * CLB_BLOCK, from->q + row * from->blocks * CLB_BLOCK, bytes);
     memcpy(to->scale + pair * to->padded, from->scale + row * from->padded, scales);
-    memcpy(to->less + pair * to->padded, from->less + row * from->padded, scales);
+    memcpy(to->nibble_offset + pair * to->padded, from->nibble_offset + row * from->padded, scales);
 }
 
 /* Pair rows side by side, in the form the experts want: quantised once a row, copied a pair. */

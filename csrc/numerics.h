@@ -376,7 +376,8 @@ static inline void even_odd_bytes(const float *shifted, int8_t *q) {
 static inline void quantize_all(const clb_acts *acts, int64_t row, int32_t format) {
     const float *x = acts->x + row * acts->x_stride;
     int8_t *q = acts->q + row * acts->blocks * CLB_BLOCK;
-    float *scale = acts->scale + row * acts->padded, *less = acts->less + row * acts->padded;
+    float *scale = acts->scale + row * acts->padded;
+    float *nibble_offset = acts->nibble_offset + row * acts->padded;
     for (int64_t b = 0; b < acts->blocks; b++, x += CLB_BLOCK, q += CLB_BLOCK) {
         float padded[CLB_BLOCK] = {0}, shifted[CLB_BLOCK];
         int64_t count = acts->cols - b * CLB_BLOCK;
@@ -390,11 +391,11 @@ static inline void quantize_all(const clb_acts *acts, int64_t row, int32_t forma
             natural_bytes(shifted, q);
         for (int i = 0; i < CLB_BLOCK; i++)
             sum += q[i];
-        less[b] = (float)(-8 * sum);
+        nibble_offset[b] = (float)(-8 * sum);
     }
     for (int64_t b = acts->blocks; b < acts->padded; b++) {
         scale[b] = 0.0f;
-        less[b] = -0.0f; /* times +0 it can be added to anything without a trace */
+        nibble_offset[b] = -0.0f; /* times +0 it can be added to anything without a trace */
     }
 }
 

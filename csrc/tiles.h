@@ -132,7 +132,7 @@ CLB_APART eight gather_scales(const clb_matrix *w, int64_t row, int64_t b) {
 
 typedef struct rows_at { /* a tile's rows of activations from block 0 on */
     const int8_t *q;
-    const float *scale, *less;
+    const float *scale, *nibble_offset;
     int64_t row_q, padded; /* from one row to the next */
     int64_t blocks;
 } rows_at;
@@ -140,7 +140,8 @@ typedef struct rows_at { /* a tile's rows of activations from block 0 on */
 CLB_INLINE rows_at rows_of(const tile *t) {
     const clb_acts *x = t->x;
     return (rows_at){x->q + t->r * x->blocks * CLB_BLOCK, x->scale + t->r * x->padded,
-                     x->less + t->r * x->padded, x->blocks * CLB_BLOCK, x->padded, x->blocks};
+                     x->nibble_offset + t->r * x->padded, x->blocks * CLB_BLOCK, x->padded,
+                     x->blocks};
 }
 
 typedef struct scales_at { /* a tile's scales from block 0 of output 0 on */
@@ -208,7 +209,7 @@ CLB_INLINE eight times_row(const rows_at *x, int64_t b, int j, eight of) {
 
 /* Adds scale times the nibble offsets of blocks [b, b + 8). */
 CLB_INLINE eight take_off(const rows_at *x, int64_t b, int j, eight scale, eight acc) {
-    return eight_fma(scale, eight_load(x->less + j * x->padded + b), acc);
+    return eight_fma(scale, eight_load(x->nibble_offset + j * x->padded + b), acc);
 }
 
 /* Asks for memory that may lie past the matrix: never read, so an address and no pointer. */

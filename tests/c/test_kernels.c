@@ -138,7 +138,7 @@ typedef struct trial { /* one linear; data and scales end with their blocks, at 
 static void quantise(const clb_kernels *t, clb_acts *x, int32_t format) {
     x->q = exact(x->rows * x->blocks * CLB_BLOCK);
     x->scale = exact_floats(x->rows * x->padded);
-    x->less = exact_floats(x->rows * x->padded);
+    x->nibble_offset = exact_floats(x->rows * x->padded);
     for (int64_t r = 0; r < x->rows; r++)
         t->quantize(x, r, format);
 }
@@ -146,7 +146,7 @@ static void quantise(const clb_kernels *t, clb_acts *x, int32_t format) {
 static void free_quantised(clb_acts *x) {
     free(x->q);
     free(x->scale);
-    free(x->less);
+    free(x->nibble_offset);
 }
 
 static trial random_trial(int format) {
@@ -205,7 +205,7 @@ static void check_linear(const clb_kernels *t, int format) {
         if (format > CLB_F16) {
             one.q += r * c.x.blocks * CLB_BLOCK;
             one.scale += r * c.x.padded;
-            one.less += r * c.x.padded;
+            one.nibble_offset += r * c.x.padded;
         }
         t->linear[format](&c.w, &one, 0, c.w.rows, part, stride);
         expect(same_bits(got + r * stride, part, c.w.rows), t->isa, "one row", format, r,
@@ -234,7 +234,8 @@ static void check_quantize(const clb_kernels *t, const float *x, int64_t n) {
         expect(!memcmp(want.q, got.q, (size_t)(want.blocks * CLB_BLOCK)), t->isa, "quantize q", f,
                n, 0);
         expect(same_bits(want.scale, got.scale, want.padded), t->isa, "quantize scale", f, n, 0);
-        expect(same_bits(want.less, got.less, want.padded), t->isa, "quantize less", f, n, 0);
+        expect(same_bits(want.nibble_offset, got.nibble_offset, want.padded), t->isa,
+               "quantize nibble offsets", f, n, 0);
         free_quantised(&want);
         free_quantised(&got);
     }
