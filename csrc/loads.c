@@ -17,7 +17,7 @@ static int32_t idlest_drive(const clb_residency *r, const clb_shard *shard) {
     for (int32_t i = 1; i <= CLB_DRIVES; i++) {
         int32_t drive = (r->last_drive + i) % CLB_DRIVES;
         if (shard->copy[drive].fd < 0) continue;
-        if (best == CLB_NONE || r->coming[drive] < r->coming[best]) best = drive;
+        if (best == CLB_NONE || r->bytes_in_flight[drive] < r->bytes_in_flight[best]) best = drive;
     }
     return best;
 }
@@ -48,8 +48,8 @@ static void submit_piece(clb_model *m, clb_pending *p, int32_t drive) {
                       (p->offset - x->first);
     r->flights[i] = (clb_flight){.slot = &p->pool->slots[p->slot], .needed = end - p->offset,
                                  .shard = x->shard, .drive = drive};
-    r->busy[drive]++;
-    r->coming[drive] += length;
+    r->reads_in_flight[drive]++;
+    r->bytes_in_flight[drive] += length;
     r->last_drive = drive;
     if (drive > 0) r->mirror_bytes += length;
     clb_reader_submit(r->reader, &r->reads[i]);
@@ -64,7 +64,7 @@ void clb_load_pump(clb_model *m) {
         const clb_shard *shard = &m->shards[x->shard];
         int32_t drive = r->io == CLB_IO_DIRECT ? idlest_drive(r, shard)
                                                : drive_of_piece(shard, p->offset);
-        if (r->busy[drive] == CLB_READS) return;
+        if (r->reads_in_flight[drive] == CLB_READS) return;
         submit_piece(m, p, drive);
         if (p->offset < x->last) continue;
         if (++p->extent < p->places.count) p->offset = p->places.at[p->extent].first;
@@ -84,8 +84,8 @@ static void settle(clb_model *m, const clb_read *read) {
             flight->slot->failed = true;
     }
     flight->slot->reads_left--;
-    r->busy[flight->drive]--;
-    r->coming[flight->drive] -= read->length;
+    r->reads_in_flight[flight->drive]--;
+    r->bytes_in_flight[flight->drive] -= read->length;
     r->free_reads[r->free_count++] = read->tag;
 }
 

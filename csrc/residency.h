@@ -48,9 +48,9 @@ struct clb_residency {
     clb_read reads[CLB_ALL_READS];
     clb_flight flights[CLB_ALL_READS];
     int32_t free_reads[CLB_ALL_READS], free_count;
-    int32_t busy[CLB_DRIVES];   /* reads in flight of each drive */
-    int64_t coming[CLB_DRIVES]; /* and their bytes */
-    int32_t last_drive;         /* of the latest read */
+    int32_t reads_in_flight[CLB_DRIVES]; /* of each drive */
+    int64_t bytes_in_flight[CLB_DRIVES];
+    int32_t last_drive; /* of the latest read */
     int64_t mirror_bytes, repeated_reads; /* since a session counted them */
     clb_pending *queue; /* [slots] ring of slots still to be put in flight */
     int64_t queue_head, queue_tail, queue_size;
