@@ -25,7 +25,8 @@ static bool may_read(const clb_pilot *p, int32_t rank) {
 static void judge(clb_pilot *p, int32_t rank, bool useful) {
     clb_trust *t = &p->trust[rank];
     t->worth += ((useful ? 1.0f : -1.0f) - t->worth) / LATEST;
-    t->gap = useful || t->gap < FIRST_GAP ? FIRST_GAP : t->gap < LAST_GAP ? 2 * t->gap : LAST_GAP;
+    if (useful || t->gap < FIRST_GAP) t->gap = FIRST_GAP;
+    else t->gap = clb_least(2 * t->gap, LAST_GAP);
     t->next = p->hints + t->gap;
 }
 
