@@ -1,7 +1,7 @@
 #include "experts.h"
 #include <stdlib.h>
-#include <time.h>
 #include "residency.h"
+#include "system.h"
 
 /* ---- building ------------------------------------------------------------------------------- */
 
@@ -243,12 +243,6 @@ static int32_t report(clb_model *m, clb_error *error) {
     return clb_fail(error, CLB_IO, "%s", fault->code ? fault->text : "a read failed");
 }
 
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool block,
                            clb_counters *counters, clb_error *error) {
     clb_load_take_in(m, false);
@@ -256,14 +250,14 @@ int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool bloc
     int64_t newly = refresh(m, leases, n);
     if (newly < 0) return report(m, error);
     if (newly || !block) return CLB_OK;
-    int64_t begin = now_ns();
+    int64_t begin = clb_now_ns();
     while (newly == 0) {
         if (!clb_load_take_in(m, true))
             return clb_fail(error, CLB_IO, "the system lost a read of an expert's weights");
         newly = refresh(m, leases, n);
     }
     count_reads(m->residency, counters);
-    counters->read_wait_ns += now_ns() - begin;
+    counters->read_wait_ns += clb_now_ns() - begin;
     return newly < 0 ? report(m, error) : CLB_OK;
 }
 

@@ -1,19 +1,15 @@
 /* What the machine can do at best, by bare loops: the limits that the engine's speed is held to. */
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 #include "core.h"
+#include "system.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define CLB_WIDE_DOTS 1
 #include <immintrin.h>
-#endif
-#ifndef O_DIRECT
-#define O_DIRECT 0
 #endif
 
 enum {
@@ -22,16 +18,10 @@ enum {
     LINE = 64,
     STRETCH = 16384,  /* lines of one stream between two looks at the clock */
     ROUNDS = 4096,    /* of dot products, likewise */
-    HUGE_PAGE = 2 << 20,
-    PAGE = 4096,
     CACHED_STEP = 1 << 28, /* bytes of a file that one mincore call looks at */
 };
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+static double now(void) { return 1e-9 * (double)clb_now_ns(); }
 
 /* ---- threads that begin together and work until the same moment ------------------------------ */
 
@@ -156,16 +146,17 @@ int32_t clb_measure_read_bandwidth(int32_t threads, int64_t bytes, double second
     if (streams != 1 && streams != 2 && streams != 4 && streams != MAX_STREAMS)
         return clb_fail(error, CLB_INVALID, "%d streams: 1, 2, 4 or %d are possible", streams,
                         MAX_STREAMS);
-    if (bytes < threads * (int64_t)HUGE_PAGE || bytes > INT64_C(1) << 40 || ahead < 0)
+    if (bytes < threads * (int64_t)CLB_HUGE_PAGE || bytes > INT64_C(1) << 40 || ahead < 0)
         return clb_fail(error, CLB_INVALID, "%lld bytes for %d threads: at least 2 MB each",
                         (long long)bytes, threads);
     crew c = {.size = threads, .seconds = seconds, .prepare = fill_part, .work = read_part,
-              .part = bytes / threads / HUGE_PAGE * HUGE_PAGE, .streams = streams, .ahead = ahead};
-    c.memory = map_memory(threads * c.part + HUGE_PAGE);
+              .part = bytes / threads / CLB_HUGE_PAGE * CLB_HUGE_PAGE, .streams = streams,
+              .ahead = ahead};
+    c.memory = map_memory(threads * c.part + CLB_HUGE_PAGE);
     if (!c.memory)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory for %lld bytes", (long long)bytes);
     code = run_crew(&c, rate, error);
-    munmap(c.memory, (size_t)(threads * c.part + HUGE_PAGE));
+    munmap(c.memory, (size_t)(threads * c.part + CLB_HUGE_PAGE));
     return code;
 }
 
@@ -309,9 +300,9 @@ static int32_t read_records(disk_job *job, clb_error *error) {
 }
 
 static int32_t check_disk(const clb_disk_plan *p, clb_error *error) {
-    bool aligned = p->record_bytes % PAGE == 0 && p->piece % PAGE == 0;
+    bool aligned = p->record_bytes % CLB_PAGE == 0 && p->piece % CLB_PAGE == 0;
     for (int64_t i = 0; i < p->records; i++)
-        aligned &= p->offsets[i] >= 0 && p->offsets[i] % PAGE == 0;
+        aligned &= p->offsets[i] >= 0 && p->offsets[i] % CLB_PAGE == 0;
     if (!aligned)
         return clb_fail(error, CLB_INVALID, "records, offsets, pieces must be multiples of 4096");
     if (p->records < 1 || p->record_bytes < 1 || p->piece < 1 || p->piece > 1 << 30 ||
@@ -325,7 +316,7 @@ int32_t clb_measure_disk(const clb_disk_plan *plan, double *rate, clb_error *err
     disk_job job = {.plan = plan, .idle_count = plan->depth};
     int32_t code = check_disk(plan, error);
     if (code) return code;
-    int64_t bytes = plan->depth * plan->piece + HUGE_PAGE;
+    int64_t bytes = plan->depth * plan->piece + CLB_HUGE_PAGE;
     job.fd = open(plan->path, O_RDONLY | O_CLOEXEC | (plan->direct ? O_DIRECT : 0));
     if (job.fd < 0)
         return clb_fail(error, CLB_IO, "cannot open %s%s: %s", plan->path,

@@ -3,12 +3,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include "core.h"
+#include "system.h"
 
-enum {
-    LINE = 64, /* a vector that crosses two cache lines takes two loads */
-    PAGE = 4096,
-    HUGE_PAGE = 2 << 20,
-};
+enum { LINE = 64 }; /* a vector that crosses two cache lines takes two loads */
 
 /* Only calloc gives zeroes in pages that are not committed before they are written. Its result is
    aligned by hand: the block's address is kept just before ours. */
@@ -29,8 +26,8 @@ void clb_zeroed_free(void *memory) {
 
 void *clb_paged(int64_t bytes) {
     void *memory;
-    int64_t whole = bytes / HUGE_PAGE * HUGE_PAGE; /* the rest in small pages: nothing is wasted */
-    if (posix_memalign(&memory, whole ? HUGE_PAGE : PAGE, (size_t)bytes)) return NULL;
+    int64_t whole = bytes / CLB_HUGE_PAGE * CLB_HUGE_PAGE; /* the rest in small pages: no waste */
+    if (posix_memalign(&memory, whole ? CLB_HUGE_PAGE : CLB_PAGE, (size_t)bytes)) return NULL;
     if (whole) madvise(memory, (size_t)whole, MADV_HUGEPAGE);
     return memory;
 }

@@ -1,16 +1,13 @@
 /* Shard files: opened, mapped, checked against their promised size, read ahead. */
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "core.h"
+#include "system.h"
 
-#ifndef O_DIRECT
-#define O_DIRECT 0 /* not Linux: direct reads are then ordinary ones */
-#endif
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22 /* Linux 5.14; older kernels answer EINVAL and pages come by fault */
 #endif

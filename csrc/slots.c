@@ -1,16 +1,13 @@
 #include "slots.h"
 #include <stdlib.h>
 #include <sys/mman.h>
+#include "system.h"
 
-enum {
-    GAP = 1 << 16, /* parts closer than this are one read */
-    PAGE = 4096,   /* O_DIRECT's unit, in file and memory */
-    HUGE_PAGE = 2 << 20,
-};
+enum { GAP = 1 << 16 }; /* parts closer than this are one read */
 
 /* ---- where an expert's bytes go in a slot --------------------------------------------------- */
 
-static int64_t down_to_page(int64_t n) { return n / PAGE * PAGE; }
+static int64_t down_to_page(int64_t n) { return n / CLB_PAGE * CLB_PAGE; }
 
 static bool before(const clb_place *a, const clb_place *b) {
     return a->shard != b->shard ? a->shard < b->shard : a->offset < b->offset;
@@ -36,7 +33,7 @@ clb_extents clb_extents_of(const clb_expert *e) {
         if (end > x->needed) x->needed = end;
     }
     for (int i = 0; i < out.count; i++) {
-        out.at[i].last = clb_round_up(out.at[i].needed, PAGE);
+        out.at[i].last = clb_round_up(out.at[i].needed, CLB_PAGE);
         out.at[i].out = out.bytes;
         out.bytes += out.at[i].last - out.at[i].first;
     }
@@ -64,7 +61,7 @@ int32_t clb_slots_open(clb_slots *p, int64_t slot_bytes, int64_t count, int64_t 
     if (count == 0) return CLB_OK;
     if (!clb_mul(count + spare, slot_bytes, &bytes) || count + spare > INT32_MAX)
         return clb_fail(error, CLB_INVALID, "%lld expert slots overflow", (long long)count);
-    p->mapped = bytes + HUGE_PAGE;
+    p->mapped = bytes + CLB_HUGE_PAGE;
     void *memory = mmap(NULL, (size_t)p->mapped, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory != MAP_FAILED) p->memory = memory;

@@ -7,7 +7,7 @@ enum { CLB_NONE = -1 };
 
 typedef struct clb_extent { /* one aligned stretch of a shard that holds parts of an expert */
     int32_t shard;
-    int64_t first, last; /* bytes, multiples of PAGE; last may lie past the end of the file */
+    int64_t first, last; /* bytes, multiples of CLB_PAGE; last may lie past the end of the file */
     int64_t needed;      /* the last byte a part needs, plus one */
     int64_t out;         /* where `first` goes in the slot */
 } clb_extent;
