@@ -40,6 +40,16 @@ def roughly(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def elapsed(seconds: float) -> str:
+    """A measured time: "40 ms", "7.1 s"."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def rate(value: float) -> str:
+    """A number a second, three digits or all before the point: "9.87", "1,234"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _in_units(nbytes: float, units: tuple[tuple[str, int], ...]) -> str:
     """Two decimals in GiB or GB and above, four significant digits below."""
     for place, (unit, scale) in enumerate(units):

@@ -6,7 +6,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from colibri.amounts import file_size, memory_size, plural
+from colibri import amounts
+from colibri.amounts import elapsed, file_size, memory_size, plural
 from colibri.ledger import Ledger, Segment
 from colibri.sampling import SamplingParams
 
@@ -274,12 +275,8 @@ def _rate(count: int, seconds: float) -> float | None:
 
 
 def _per_second(rate: float | None) -> str:
-    if rate is None:
-        return ""
-    return f" ({rate:,.0f}/s)" if rate >= 100 else f" ({rate:.3g}/s)"
+    return "" if rate is None else f" ({amounts.rate(rate)}/s)"
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return "-" if seconds is None else elapsed(seconds)

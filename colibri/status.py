@@ -1,5 +1,6 @@
 """The quiet line after each turn of a chat: its receipt in a few words."""
 
+from colibri.amounts import elapsed, rate
 from colibri.stats import CONTEXT, INTERRUPTED, LENGTH, Receipt
 
 _ENDS = {
@@ -25,11 +26,9 @@ def parts(receipt: Receipt) -> list[str]:
     """Speed, first token, experts found in memory, drafts kept, context used, how it ended."""
     found = []
     if receipt.answer_rate:
-        rate = receipt.answer_rate
-        found.append(f"{rate:,.0f} tok/s" if rate >= 100 else f"{rate:.3g} tok/s")
+        found.append(f"{rate(receipt.answer_rate)} tok/s")
     if receipt.first_token_seconds is not None:
-        seconds = receipt.first_token_seconds
-        found.append(f"first {seconds:.1f} s" if seconds >= 1 else f"first {1000 * seconds:.0f} ms")
+        found.append(f"first {elapsed(receipt.first_token_seconds)}")
     hits = hit_rate(receipt)
     if hits is not None:
         found.append(f"{100 * hits:.0f}% hits")
