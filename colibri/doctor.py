@@ -273,14 +273,10 @@ def _skipped(name: str) -> Finding:
 def _mount_of(path: Path, root: Path) -> tuple[str, str]:
     """(file system, device) of the mount that a path lies on; empty where it is not known."""
     best, found = -1, ("", "")
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, tail = left.split(), right.split()
-        if len(fields) < 5 or len(tail) < 2:
-            continue
-        point = Path(fields[4].replace("\\040", " "))
+    for mount, _, kind, device, _ in memory.mounts(root):
+        point = Path("/") / mount.relative_to(root)
         if (path == point or point in path.parents) and len(point.parts) >= best:
-            best, found = len(point.parts), (tail[0], tail[1])
+            best, found = len(point.parts), (kind, device)
     return found
 
 

@@ -1,6 +1,7 @@
 """What this process may use: memory (host and cgroup limits) and physical cores."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,18 +79,24 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" or controller in controllers.split(","):
             wanted = "cgroup2" if hierarchy == "0" else "cgroup"
-            for mount, base, kind, options in mounts(root):
+            for mount, base, kind, _, options in mounts(root):
                 if kind == wanted and (hierarchy == "0" or controller in options):
                     yield from ancestors(mount, base, path)
 
 
-def mounts(root: Path) -> Iterator[tuple[Path, str, str, list[str]]]:
-    """(mount point, its root in what is mounted, file system, options) from mountinfo."""
+def mounts(root: Path) -> Iterator[tuple[Path, str, str, str, list[str]]]:
+    """(mount point, its root in what is mounted, file system, device, options) from mountinfo."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
         if len(fields) >= 5 and len(tail) >= 3:
-            yield root / fields[4].lstrip("/"), fields[3], tail[0], tail[2].split(",")
+            base, point, device = map(_unescaped, (fields[3], fields[4], tail[1]))
+            yield root / point.lstrip("/"), base, tail[0], device, tail[2].split(",")
+
+
+def _unescaped(field: str) -> str:
+    """The kernel writes white space and backslashes as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def ancestors(mount: Path, base: str, path: str) -> Iterator[Path]:

@@ -65,7 +65,7 @@ def find_places(root: Path = ROOT) -> list[Place]:
         hierarchy, controllers, path = line.split(":", 2)
         own["v2" if hierarchy == "0" else controllers] = path
     places = []
-    for mount, base, kind, options in mounts(root):
+    for mount, base, kind, _, options in mounts(root):
         if kind == "cgroup2" and "v2" in own:
             for directory in ancestors(mount, base, own["v2"]):
                 if "memory" in _read(directory / "cgroup.controllers").split():
