@@ -113,7 +113,7 @@ def test_memory_for_experts(command, tight):
     found = re.search(r"(\d+) used .*, (\d+) read .*, (\d+) slots a layer", table)
     used, read, slots = map(int, found.groups())
     assert slots == 8 and 0 < read < used
-    assert "give more memory with --ram" in command(*run, "90M").err
+    assert "Free memory or raise --ram" in command(*run, "90M").err
 
 
 def test_quiet(command):
