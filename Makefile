@@ -23,7 +23,7 @@ demo: $(BUILT)
 
 ## test: everything that must hold; three at a time, since tests of commands wait half of their time
 test: $(VENV)/tools
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 ## search: the tests that draw their examples, with new ones each time
 search: $(VENV)/tools

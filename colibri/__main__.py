@@ -16,8 +16,9 @@ def main() -> int:
             file=sys.stderr, flush=True,
         )  # fmt: skip
         return 1
-    from colibri import cli
+    from colibri import cli, knobs
 
+    knobs.quieten_numpy()
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

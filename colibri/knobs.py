@@ -6,7 +6,7 @@ A flag wins over an environment variable, that over the default. An empty variab
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,6 +366,14 @@ def _state_directory(asked: str | None, environ: Mapping[str, str]) -> str | Non
 def debug_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether tracebacks are wanted; asked before Settings exist, so it never raises."""
     return any(environ.get(name, "0") not in ("", "0") for name in BY_NAME["debug"].variables)
+
+
+def quieten_numpy(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Keep NumPy from starting a thread a core, which spin for a while: it multiplies nothing here.
+
+    Only before NumPy is imported does it make a difference.
+    """
+    environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -337,3 +337,18 @@ def test_quick_start(arguments):
     run = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(run, capture_output=True, timeout=60, check=True)
     assert done.stdout.decode().splitlines()[-1] == "[]"
+
+
+def test_numpy_starts_no_threads():
+    """Its BLAS would keep a core busy beside ours; what somebody set stays."""
+    program = (
+        "import os, sys; from colibri.__main__ import main; sys.argv[1:] = ['info']; main(); print("
+        "os.environ['OPENBLAS_NUM_THREADS'], len(os.listdir('/proc/self/task')))"
+    )
+    bare = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    for given, expected in (({}, "1 1"), ({"OPENBLAS_NUM_THREADS": "2"}, "2 ")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=bare | given,
+            timeout=120, check=True,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1].startswith(expected)
