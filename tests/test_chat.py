@@ -104,7 +104,7 @@ def parts_52(messages, last_user: int) -> Iterator[str | tuple[str, str]]:
     yield from ("<|assistant|>", "<think>")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(messages=st.lists(MESSAGE, max_size=5))
 def test_only_the_templates_own_markup_is_control(glm, messages):
     """Ids equal template tokens and plainly encoded content, glued by hand, whatever was said."""
@@ -127,7 +127,7 @@ def control_ids(template: Template, messages, tools, tokenizer: Tokenizer) -> li
     return [i for i in template.render(messages, tokenizer, tools=tools) if i in added]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(messages=st.lists(MESSAGE, max_size=3), tools=st.lists(TOOL, max_size=2))
 def test_no_template_can_make_control_tokens_of_content(glm, messages, tools):
     """Even a template that glues content to broken markup yields its own control tokens only."""
@@ -181,7 +181,7 @@ def test_guarding_loses_nothing(glm, version, messages, tools):
     assert glm.decode(ids, show_special=True) == template.text(messages, tools=tools)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(said=st.lists(TEXT, min_size=1, max_size=4))
 def test_demo_template(demo, said):
     """The demo's own chat_template.jinja: prefix, role tokens, plain content, closed thinking."""
@@ -306,7 +306,7 @@ def test_adopt_changes_nothing_where_the_text_differs(glm):
     assert chat.adopt(spelled, rendered, glm) == rendered
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(known=st.lists(st.integers(0, 620)), rendered=st.lists(st.integers(0, 620)))
 def test_adopt_never_changes_the_text(glm, known, rendered):
     """Whatever the history, the adopted prompt says what the rendered one says."""

@@ -18,7 +18,7 @@ from colibri.formats import MatrixRef
 from colibri.layout import Formats
 from colibri.shard import read_shard
 
-FAST = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 SCALARS = (
     st.none()
     | st.booleans()

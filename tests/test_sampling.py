@@ -154,7 +154,7 @@ def test_huge_temperature_is_uniform():
     assert p.p.tolist() == [0.2] * 5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 # two weights of 1, one of them from the better logit
 @example(logits=[0.0, 2.9e-37], temperature=0.01, top_p=0.0, top_k=0, min_p=0.0)
 @given(
@@ -203,7 +203,7 @@ def test_top_k_comes_before_top_p():
     assert p.ids.tolist() == [0]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     logits=st.lists(FINITE, min_size=2, max_size=300),
     position=st.integers(0, 10**6),

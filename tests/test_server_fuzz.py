@@ -86,7 +86,7 @@ def test_bodies(server, path):
     statuses = set()
 
     @settings(
-        max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(_object(SCHEMAS[path]))
     def check(body: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def test_bodies(server, path):
     assert 400 in statuses
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.one_of(spoiled), st.sampled_from(PATHS))
 def test_any_bytes(server, data, path):
     """Any bytes as a body are refused, and the server lives on."""

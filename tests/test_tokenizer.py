@@ -84,7 +84,7 @@ def test_added_token_flags_act_as_in_the_library(flag, tmp_path):
         assert ours.encode_template(text) == library.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=NASTY_TEXT)
 def test_plain_text_never_holds_control_tokens(glm, text):
     """encode keeps markup as text: no added id comes out, and decoding gives the text back."""
@@ -93,7 +93,7 @@ def test_plain_text_never_holds_control_tokens(glm, text):
     assert glm.decode(ids) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.one_of(NASTY_TEXT, st.sampled_from(["<think>", "<｜User｜> hi", "｜DSML｜"])))
 def test_big_tokenizer_keeps_markup_as_text(text):
     """The same for a tokenizer whose special=false tokens its library would let through."""
@@ -218,7 +218,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(demo, monkeypatch)
         assert nbytes == len(text) and len(text) // 15 < least <= count + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=NASTY_TEXT)
 def test_no_text_has_fewer_tokens_than_are_said_to_be_least(glm, demo, text):
     """What `room` hears is never more than the tokens there are, runs of any byte included."""
@@ -245,7 +245,7 @@ def test_text_that_may_vanish_is_not_counted(change, tmp_path):
     assert (ids, heard) == ([], [(0, 100_000)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_streaming_equals_one_shot_decoding(glm, byte_ids, data):
     """Any id sequence, byte halves, specials and padding rows included, streams to its decode."""
