@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from colibri._core import lib
 from colibri.errors import ContainerError, UsageError
 from colibri.paths import expanded, unreadable
 from colibri.shard import Shard, header_digest
 
-MOST = 3  # beside the model's own files: CLB_DRIVES of csrc/colibri.h
+MOST: int = lib.CLB_DRIVES - 1  # beside the model's own files
 _SAMPLES = 8  # stretches of a file compared at opening; `colibri verify --deep` compares checksums
 _SAMPLE = 4096  # bytes of each
 
