@@ -7,6 +7,7 @@ SIGHUP and SIGTERM end a chat as Ctrl-C ends a turn: what was said is kept.
 """
 
 import os
+import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -113,6 +114,24 @@ class TerminationSignals:
         self.number = self.number or number
         if self._stop:
             self._stop()
+
+
+def wait_readable(fd: int) -> None:
+    """Return once `fd` can be read, or after a signal's handler ran, and raised or not.
+
+    A signal that comes just before a read begins would wait for the read's end: not for this one's.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    try:
+        old = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            select.select([fd, woken], [], [])
+        finally:
+            signal.set_wakeup_fd(old)
+    finally:
+        os.close(woken)
+        os.close(wake)
 
 
 @contextmanager

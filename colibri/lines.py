@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from colibri.answer import MOST_BYTES
 from colibri.errors import UsageError
-from colibri.interrupt import ReadAborted
+from colibri.interrupt import ReadAborted, wait_readable
 from colibri.knobs import Screen
 from colibri.state import State, failed, make_directory
 from colibri.terminal import Terminal, is_terminal
@@ -152,6 +152,7 @@ class PlainLines:
         self._shown.write(prompt)
         self._shown.flush()
         try:
+            wait_readable(sys.stdin.fileno())
             line = sys.stdin.readline()
         except KeyboardInterrupt:
             self._shown.write("\n")

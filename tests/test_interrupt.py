@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 
 import pytest
 
-from colibri.interrupt import Interrupts, ReadAborted, TerminationSignals, held
+from colibri.interrupt import Interrupts, ReadAborted, TerminationSignals, held, wait_readable
 
 
 def test_it_waits_until_the_block_is_done():
@@ -105,3 +106,25 @@ def test_other_threads_have_nothing_to_hold():
     thread.start()
     thread.join()
     assert done
+
+
+def test_a_wait_ends_with_a_signal():
+    """It is over once a handler has run, though nothing came; and nothing of it is left."""
+    read, write = os.pipe()
+    seen: list[int] = []
+    old = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    soon = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    late = threading.Timer(30, os.write, (write, b"x"))  # so that a fault fails, and does not hang
+    try:
+        soon.start()
+        late.start()
+        wait_readable(read)
+        assert seen and not select.select([read], [], [], 0)[0]
+        os.write(write, b"x")
+        wait_readable(read)
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        late.cancel()
+        signal.signal(signal.SIGUSR1, old)
+        os.close(read)
+        os.close(write)
