@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from colibri import figures, machine
-from colibri.amounts import memory_size, plural
+from colibri.amounts import memory_size, plural, rate
 from colibri.container import Container
 from colibri.context import dense_bytes, token_bytes
 from colibri.errors import UsageError
@@ -27,7 +27,7 @@ from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
 from colibri.reading import choose
 from colibri.session import STREAMED_ROWS, Session
-from colibri.spread import Spread, short
+from colibri.spread import Spread
 from colibri.state import State
 from colibri.trace import Trace, TraceWriter
 
@@ -360,7 +360,7 @@ class Bench:
         threads = facts["threads"]
         name = f"{what}, {plural(threads, 'thread')}"
         self._figures.setdefault(name, Figure(name, kind, facts, limit)).samples.append(sample)
-        self._say(f"  {name}: {short(sample.rate)} tok/s")
+        self._say(f"  {name}: {rate(sample.rate)} tok/s")
 
     def _report(self) -> dict[str, Any]:
         found = [figure.as_dict() for figure in self._figures.values()]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from colibri.amounts import file_size, memory_size, plural
-from colibri.spread import Spread, short
+from colibri.spread import Spread
 
 _GB, _MB = 1e9, 1e6
 
@@ -96,9 +96,7 @@ def _more(figure: dict[str, Any]) -> Iterator[str]:
     ahead = details["pilot_reads_per_token"].median
     if ahead:
         useful = details["pilot_useful_per_token"].median
-        parts.append(
-            f"{short(ahead)} experts a token read ahead, {short(useful)} of them asked for"
-        )
+        parts.append(f"{ahead:.3g} experts a token read ahead, {useful:.3g} of them asked for")
     yield "; ".join(parts)
 
 

@@ -50,12 +50,11 @@ class Spread:
     def show(self, unit: str = "", scale: float = 1.0) -> str:
         """`12.3 GB/s (11.9..12.5)`: values divided by `scale`."""
         middle, least, most = (
-            short(value / scale) for value in (self.median, self.least, self.most)
+            _short(value / scale) for value in (self.median, self.least, self.most)
         )
         text = f"{middle} {unit}".rstrip()
         return text if len(self.values) == 1 else f"{text} ({least}..{most})"
 
 
-def short(value: float) -> str:
-    """Three digits, or all before the point."""
+def _short(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

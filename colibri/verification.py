@@ -7,6 +7,7 @@ Each rule leaves the distribution of the text exactly as plain sampling has it; 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,12 +55,12 @@ class Verification(Protocol):
         """
 
 
-class InOrder:
+class InOrder(ABC):
     """Rules that judge a draft by its own row alone: the first that falls ends the block."""
 
+    @abstractmethod
     def settle(self, logits: Row, position: int, draft: int) -> int:
         """The token at `position` given the main model's logits: the draft, or what replaces it."""
-        raise NotImplementedError
 
     def judge(
         self, logits: Rows, position: int, drafts: Sequence[int], q: Sequence[Distribution | None]
