@@ -152,9 +152,9 @@ class Engine:
     @property
     def notes(self) -> list[str]:
         """What differs from what a user may think: of container, plan, settings without effect."""
-        settings, template = self.settings, self.template
-        notes = [*self.container.notes, *(self.plan.notes if self.plan else ())]
-        if settings.spec and "spec" in settings.given and self.plan.io.startswith("mmap"):
+        settings, template, plan = self.settings, self.template, self.plan
+        notes = [*self.container.notes, *(plan.notes if plan else ())]
+        if plan and plan.io.startswith("mmap") and settings.spec and "spec" in settings.given:
             notes.append("--spec has no effect: all experts are left to the page cache")
         if settings.thinking is not None and not template.has_thinking_switch:
             flag = "--think" if settings.thinking else "--no-think"
