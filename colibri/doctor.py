@@ -156,7 +156,7 @@ class Doctor:
         kept = f"{here.slots:.0f} of {experts} experts a layer" if here.hits < 1 else "all experts"
         text = f"dense weights, a context of {context} tokens and {kept} fit"
         if here.slots < used:
-            remedy = f"a token needs {used} a layer, so all are read again: give more memory"
+            remedy = f"a token needs {used} a layer, so most are read again: give more memory"
             return Finding("fit", WARN, text, remedy)
         return Finding("fit", OK, text)
 

@@ -127,13 +127,13 @@ class Engine:
         return engine
 
     def _fit_context(self, memory: Budget) -> None:
-        """Shorten a context that nobody asked for to what fits well."""
+        """Shorten a context that nobody asked for to what fits."""
 
         def demand(size: int) -> Demand:
             return replace(self.demand(), session=Session(self.model, size, self._rows).bytes)
 
         size, io = self.context, self.settings.io
-        self.context = fitting_context(size, context.LEAST, demand, memory.bytes, io, RESERVE)
+        self.context = fitting_context(size, demand, memory.bytes, io, RESERVE)
         if self.context < size:
             self.slot = self.new_slot()
 

@@ -12,7 +12,7 @@ from typing import Any
 from colibri import demo, probe
 from colibri.amounts import memory_size
 from colibri.container import Container
-from colibri.context import LEAST, MOST, default
+from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE
@@ -102,7 +102,6 @@ class Forecaster:
             )
         return fitting_context(
             default(limit, room // shape.token_bytes),
-            LEAST,
             lambda size: self.demand(size, budget),
             budget,
             "auto",

@@ -92,26 +92,18 @@ def make_plan(
 
 
 def fitting_context(
-    size: int, least: int, demand: Callable[[int], Demand], budget: int, io: str, reserve: int
+    size: int, demand: Callable[[int], Demand], budget: int, io: str, reserve: int
 ) -> int:
-    """`size` tokens, halved until one conversation fits beside the weights, if any size does.
+    """`size` tokens, halved until one conversation fits beside the weights, if any size does."""
 
-    Down to `least` it is halved also where only that leaves slots for a token's experts: with
-    fewer, each expert is gone again before the next token asks for it.
-    """
-
-    def slots(size: int) -> int:
+    def fits(size: int) -> bool:
         wanted = demand(size)
         left = budget - wanted.dense - wanted.session - reserve
-        return _slots(wanted, left)[0] if left >= 0 else -1
+        return left >= 0 and (io not in ("buffered", "direct") or _slots(wanted, left)[0] > 0)
 
-    needed = 1 if io in ("buffered", "direct") else 0
-    while size > 1 and slots(size) < needed:
+    while size > 1 and not fits(size):
         size //= 2
-    used, smaller = demand(size).experts_per_token, size
-    while smaller // 2 >= least and slots(smaller) < used:
-        smaller //= 2
-    return smaller if slots(smaller) >= used else size
+    return size
 
 
 def _fewer(demand: Demand, lacking: int) -> str:
@@ -150,6 +142,6 @@ def _notes(demand: Demand, slots: int) -> tuple[str, ...]:
         return ()
     need = demand.experts_per_token * demand.layer_slots_bytes
     return (
-        f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}: "
-        f"every token reads all its experts; {memory_size(need)} for experts would change that",
+        f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}, so "
+        f"that most are read for every token; {memory_size(need)} hold them all",
     )

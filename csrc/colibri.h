@@ -94,10 +94,10 @@ enum { CLB_PILOT_SLOTS = 4 }; /* spare slots: what a disk reads during one atten
 int32_t clb_model_feed_pilot(clb_model *model, const int32_t *guesses, int64_t count,
                              clb_error *error);
 
-/* The experts in slots as (layer, expert) pairs, most recently used first; returns how many there
+/* The experts in slots as (layer, expert) pairs, hottest first; returns how many there
    are, and fills at most `most`. */
 int64_t clb_model_resident(clb_model *model, int32_t *pairs, int64_t most);
-/* Reads experts into slots in the order given; the last is then the most recently used. */
+/* Reads experts into slots in the order given; each is then at least as hot as those before. */
 int32_t clb_model_warm(clb_model *model, const int32_t *pairs, int64_t n, clb_error *error);
 
 /* ---- session ----------------------------------------------------------------------------- */

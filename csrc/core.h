@@ -73,7 +73,6 @@ struct clb_model {
     clb_layer top;       /* embedding, final norm, head */
     clb_residency *residency;
     pthread_mutex_t step; /* one step at a time: the pool and the residency serve one caller */
-    int64_t steps;        /* begun by all sessions: which step used or loaded a slot */
 };
 
 /* ---- activations and scratch ---------------------------------------------------------------- */
@@ -102,7 +101,7 @@ typedef struct clb_pair {
 struct clb_session {
     clb_model *model;
     int64_t context, max_rows, length, mtp_length, bytes;
-    int64_t step_id, step_start, step_rows; /* the last step; experts of rows kept become recent */
+    int64_t step_start, step_rows; /* the last step, until its uses of experts are counted */
     int64_t layer_count; /* the model's */
     float **kv;          /* [layer_count] each [context][kv_lora + rope] */
     float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */

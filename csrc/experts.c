@@ -39,7 +39,9 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     r->mtp_layer = c->layers;
     r->where = malloc((size_t)(all + 1) * sizeof *r->where);
     r->populated = calloc((size_t)all + 1, 1);
-    if (!r->where || !r->populated)
+    r->heat = calloc((size_t)all + 1, sizeof *r->heat);
+    r->use = 1.0;
+    if (!r->where || !r->populated || !r->heat)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory for the table of %lld experts",
                         (long long)all);
     for (int64_t i = 0; i < all; i++) r->where[i] = CLB_NONE;
@@ -93,9 +95,46 @@ void clb_residency_free(clb_residency *r) {
     for (int i = 0; i < 2; i++) clb_slots_close(&r->pools[i]);
     free(r->where);
     free(r->populated);
+    free(r->heat);
     free(r->queue);
     free(r->pilot.fed);
     free(r);
+}
+
+/* ---- heat ----------------------------------------------------------------------------------- */
+
+/* LRFU (Lee et al., IEEE Trans. Computers 50:12, 2001): each use of an expert adds to its heat, and
+   a use counts half after so many tokens. Instead of all heats shrinking, a use grows.
+   A token's uses count once its step is over: an expert read for it is as cold as it was, so that
+   those that are used once pass through a few slots and leave the others alone; where all are as
+   hot as each other, too, because the last of them to come is the first to go. */
+enum { HALF_LIFE = 8 };
+static const double GROWTH = 1.0905077326652577; /* 2^(1 / HALF_LIFE) */
+static const double LATER = 1.0001; /* between two experts of a warm start: 7,000 are a half-life */
+static const double LARGE = 1e100;  /* all heats are divided, long before one overflows */
+
+/* So much more does a use count from now on. */
+static void age(clb_model *m, double growth) {
+    clb_residency *r = m->residency;
+    r->use *= growth;
+    if (r->use < LARGE) return;
+    for (int64_t i = 0; i < m->layer_count * m->config.experts; i++) r->heat[i] /= r->use;
+    for (clb_slots *p = r->pools; p < r->pools + 2; p++)
+        for (int64_t i = 0; i < p->count + p->spare; i++) p->slots[i].heat /= r->use;
+    r->use = 1.0;
+}
+
+static void set_heat(clb_model *m, int64_t layer, int64_t expert, double heat) {
+    int32_t slot = *clb_where(m, layer, expert);
+    *clb_heat(m, layer, expert) = heat;
+    if (slot != CLB_NONE) clb_slots_heat(clb_pool_of(m->residency, layer), slot, heat);
+}
+
+void clb_residency_count(clb_session *s, int64_t layer, int64_t row) {
+    clb_model *m = s->model;
+    const int32_t *experts = s->routes[layer].expert + row * m->config.experts_per_token;
+    for (int64_t i = 0; i < m->config.experts_per_token; i++)
+        set_heat(m, layer, experts[i], *clb_heat(m, layer, experts[i]) + m->residency->use);
 }
 
 /* ---- leases --------------------------------------------------------------------------------- */
@@ -125,6 +164,7 @@ static int32_t load_slot(clb_model *m, clb_lease *lease, clb_error *error) {
     const clb_slot *out = &p->slots[i];
     if (out->layer != CLB_NONE) *clb_where(m, out->layer, out->expert) = CLB_NONE;
     *clb_where(m, lease->layer, lease->expert) = i;
+    clb_slots_heat(p, i, *clb_heat(m, lease->layer, lease->expert));
     clb_load_start(m, p, i, lease->layer, lease->expert);
     m->residency->pilot.quiet = 0; /* experts are missing: guesses may be of use */
     lease->slot = i;
@@ -138,6 +178,7 @@ static bool forget_failed(clb_model *m, clb_slots *p, int32_t i) {
     if (s->layer != CLB_NONE) *clb_where(m, s->layer, s->expert) = CLB_NONE;
     s->layer = s->expert = CLB_NONE;
     s->failed = false;
+    clb_slots_heat(p, i, -1.0);
     return true;
 }
 
@@ -155,10 +196,8 @@ static int32_t lease_slot(clb_model *m, clb_lease *lease, clb_counters *counters
         if (code) return code;
         counters->expert_loads++;
         counters->read_bytes += m->layers[lease->layer].expert_bytes;
-    } else if (lease->layer == m->residency->mtp_layer) {
-        clb_slots_touch(p, lease->slot);
     }
-    p->slots[lease->slot].pins++;
+    clb_slots_pin(p, lease->slot);
     address_lease(&m->layers[lease->layer].experts[lease->expert], p, lease);
     lease->ready = p->slots[lease->slot].reads_left == 0 && !p->slots[lease->slot].failed;
     return CLB_OK;
@@ -268,29 +307,15 @@ void clb_residency_poll(clb_model *m) {
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (leases[i].slot != CLB_NONE)
-            clb_pool_of(m->residency, leases[i].layer)->slots[leases[i].slot].pins--;
+            clb_slots_unpin(clb_pool_of(m->residency, leases[i].layer), leases[i].slot);
 }
 
-/* ---- recency in the order of the tokens that were kept -------------------------------------- */
+/* ---- uses, in the order of the tokens that were kept ---------------------------------------- */
 
-static void commit_row(clb_session *s, int64_t row, bool kept) {
-    clb_model *m = s->model;
-    clb_slots *p = &m->residency->pools[0];
-    int64_t k = m->config.experts_per_token;
-    for (int64_t l = 0; l < m->config.layers; l++) {
-        if (!m->layers[l].sparse) continue;
-        for (int64_t i = 0; i < k; i++) {
-            int32_t at = *clb_where(m, l, s->routes[l].expert[row * k + i]);
-            if (at == CLB_NONE) continue;
-            clb_slot *held = &p->slots[at];
-            if (kept) {
-                held->used_step = s->step_id;
-                clb_slots_touch(p, at);
-            } else if (held->loaded_step == s->step_id && held->used_step != s->step_id) {
-                clb_slots_age(p, at);
-            }
-        }
-    }
+static void commit_row(clb_session *s, int64_t row) {
+    age(s->model, GROWTH);
+    for (int64_t l = 0; l < s->model->config.layers; l++)
+        if (s->model->layers[l].sparse) clb_residency_count(s, l, row);
 }
 
 void clb_residency_commit(clb_session *s) {
@@ -298,28 +323,54 @@ void clb_residency_commit(clb_session *s) {
     if (kept < 0) kept = 0;
     if (kept > s->step_rows) kept = s->step_rows;
     if (clb_residency_room(s->model->residency, 0) != INT64_MAX)
-        for (int64_t r = 0; r < s->step_rows; r++) commit_row(s, r, r < kept);
+        for (int64_t r = 0; r < kept; r++) commit_row(s, r);
     s->step_rows = 0;
 }
 
 /* ---- the resident set, saved and loaded again ----------------------------------------------- */
 
-int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
+typedef struct resident { /* an expert in a slot */
+    double heat;
+    int64_t touched;
+    int32_t layer, expert;
+} resident;
+
+static int hotter_first(const void *a, const void *b) {
+    const resident *x = a, *y = b;
+    if (x->heat != y->heat) return x->heat > y->heat ? -1 : 1;
+    return (x->touched > y->touched) - (x->touched < y->touched);
+}
+
+/* The experts of one pool, the hottest first; how many. `out` has room for all its slots. */
+static int64_t list_pool(const clb_model *m, const clb_slots *p, resident *out) {
     int64_t n = 0;
-    if (clb_lock(m, NULL)) return 0; /* others may warm meanwhile */
-    for (int pool = 0; m->residency && pool < 2; pool++) {
-        const clb_slots *p = &m->residency->pools[pool];
-        if (p->count == 0) continue;
-        for (int32_t i = p->newest; i != CLB_NONE; i = p->slots[i].older) {
-            const clb_slot *s = &p->slots[i];
-            if (s->layer == CLB_NONE || s->failed || s->reads_left) continue;
-            if (n < most) {
-                pairs[2 * n] = s->layer;
-                pairs[2 * n + 1] = s->expert;
-            }
-            n++;
-        }
+    for (int64_t i = 0; i < p->count + p->spare; i++) {
+        const clb_slot *s = &p->slots[i];
+        if (s->layer == CLB_NONE || s->failed || s->reads_left) continue;
+        if (*clb_where(m, s->layer, s->expert) != i) continue; /* a guess */
+        out[n++] = (resident){s->heat, s->touched, s->layer, s->expert};
     }
+    if (n) qsort(out, (size_t)n, sizeof *out, hotter_first);
+    return n;
+}
+
+static int64_t list_resident(const clb_model *m, int32_t *pairs, int64_t most) {
+    const clb_slots *pools = m->residency->pools;
+    int64_t slots = pools[0].count + pools[0].spare + pools[1].count + pools[1].spare, n = 0;
+    resident *list = malloc((size_t)(slots + 1) * sizeof *list);
+    if (!list) return 0;
+    for (int i = 0; i < 2; i++) n += list_pool(m, &pools[i], list + n);
+    for (int64_t i = 0; i < n && i < most; i++) {
+        pairs[2 * i] = list[i].layer;
+        pairs[2 * i + 1] = list[i].expert;
+    }
+    free(list);
+    return n;
+}
+
+int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
+    if (clb_lock(m, NULL)) return 0; /* others may warm meanwhile */
+    int64_t n = m->residency ? list_resident(m, pairs, most) : 0;
     clb_unlock(m);
     return n;
 }
@@ -327,6 +378,13 @@ int64_t clb_model_resident(clb_model *m, int32_t *pairs, int64_t most) {
 static bool has_expert(const clb_model *m, int32_t layer, int32_t expert) {
     return layer >= 0 && layer < m->layer_count && m->layers[layer].sparse && expert >= 0 &&
            expert < m->config.experts;
+}
+
+/* As hot as one use makes it, at the least, and each hotter than the one before. */
+static void warm_up(clb_model *m, int32_t layer, int32_t expert) {
+    double heat = *clb_heat(m, layer, expert);
+    age(m, LATER);
+    set_heat(m, layer, expert, heat > m->residency->use ? heat : m->residency->use);
 }
 
 int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error *error) {
@@ -338,8 +396,7 @@ int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error 
         clb_lease lease = {.layer = pairs[2 * i], .expert = pairs[2 * i + 1]};
         if (!has_expert(m, lease.layer, lease.expert)) continue;
         code = clb_residency_lease(m, &lease, 1, &ignored, error);
-        if (!code && lease.slot != CLB_NONE)
-            clb_slots_touch(clb_pool_of(m->residency, lease.layer), lease.slot);
+        if (!code) warm_up(m, lease.layer, lease.expert);
         clb_residency_release(m, &lease, 1);
     }
     while (slots && !code && clb_load_take_in(m, true)) continue;

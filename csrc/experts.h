@@ -1,5 +1,5 @@
-/* Which routed experts are in memory. Slots hold whole experts; the least recently used one makes
-   room. With mapped files there are no slots: the page cache decides. */
+/* Which routed experts are in memory. Slots hold whole experts; the one used least, and least
+   lately, makes room. With mapped files there are no slots: the page cache decides. */
 #ifndef CLB_EXPERTS_H
 #define CLB_EXPERTS_H
 #include "core.h"
@@ -30,7 +30,9 @@ int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool bloc
 /* Takes in what has arrived and puts more in flight; never waits, so call it between kernels. */
 void clb_residency_poll(clb_model *m);
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
-/* Recency: the experts of rows that were kept, in token order; those of other rows do not count. */
+/* Counts a row's uses of a layer's experts. */
+void clb_residency_count(clb_session *s, int64_t layer, int64_t row);
+/* Counts all uses of the last step: those of rows that were kept, in token order. */
 void clb_residency_commit(clb_session *s);
 
 /* pilot.c: after a layer, guesses the next sparse layer's experts and reads those that are missing

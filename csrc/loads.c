@@ -46,7 +46,7 @@ static void submit_piece(clb_model *m, clb_pending *p, int32_t drive) {
                              .length = (uint32_t)length, .tag = i};
     r->reads[i].out = p->pool->memory + p->slot * p->pool->slot_bytes + x->out +
                       (p->offset - x->first);
-    r->flights[i] = (clb_flight){.slot = &p->pool->slots[p->slot], .needed = end - p->offset,
+    r->flights[i] = (clb_flight){.pool = p->pool, .needed = end - p->offset, .slot = p->slot,
                                  .shard = x->shard, .drive = drive};
     r->reads_in_flight[drive]++;
     r->bytes_in_flight[drive] += length;
@@ -81,9 +81,9 @@ static void settle(clb_model *m, const clb_read *read) {
         r->repeated_reads++;
         if (clb_shard_read(&m->shards[flight->shard], read->offset + got, flight->needed - got,
                            read->out + got, &r->fault))
-            flight->slot->failed = true;
+            flight->pool->slots[flight->slot].failed = true;
     }
-    flight->slot->reads_left--;
+    clb_slots_read(flight->pool, flight->slot);
     r->reads_in_flight[flight->drive]--;
     r->bytes_in_flight[flight->drive] -= read->length;
     r->free_reads[r->free_count++] = read->tag;
@@ -111,8 +111,6 @@ void clb_load_start(clb_model *m, clb_slots *pool, int32_t i, int32_t layer, int
     s->layer = layer;
     s->expert = expert;
     s->failed = false;
-    s->loaded_step = m->steps;
-    s->used_step = -1;
     *next = (clb_pending){.pool = pool, .slot = i,
                           .places = clb_extents_of(&m->layers[layer].experts[expert])};
     next->offset = next->places.at[0].first;

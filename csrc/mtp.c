@@ -1,7 +1,7 @@
 /* The multi-token-prediction layer: absorb verified rows, then draft step by step.
    Row j joins the hidden of position j with the embedding of token j + 1 (embedding half first). */
 #include <string.h>
-#include "core.h"
+#include "experts.h"
 
 static int32_t check_mtp(const clb_session *s, int64_t last_row, clb_error *error) {
     if (!s->model->config.has_mtp)
@@ -44,6 +44,7 @@ static int32_t finish_row(clb_session *s, const clb_rows *row, float *logits, fl
     int64_t number = m->config.layers;
     int32_t code = clb_layer_finish(s, number, row, error);
     if (code) return code;
+    if (m->layers[number].sparse) clb_residency_count(s, number, 0);
     clb_rmsnorm_rows(m, s->x, m->layers[number].v[CLB_HEAD_NORM], 1, s->normed, m->config.hidden);
     if (draft_hidden) memcpy(draft_hidden, s->normed, (size_t)m->config.hidden * sizeof(float));
     if (logits) clb_head(s, s->normed, 1, logits);

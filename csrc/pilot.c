@@ -45,12 +45,13 @@ int32_t clb_pilot_adopt(clb_model *m, int32_t layer, int32_t expert) {
         if (!stage_holds(&p->slots[guess], layer, expert)) continue;
         int32_t victim = clb_slots_take(p);
         if (victim == CLB_NONE) return CLB_NONE;
-        clb_slots_unlink(p, victim);
+        clb_slots_pin(p, victim);
         clb_slot *out = &p->slots[victim];
         if (out->layer != CLB_NONE) *clb_where(m, out->layer, out->expert) = CLB_NONE;
         out->layer = out->expert = CLB_NONE;
         r->pilot.stage[i] = victim;
-        clb_slots_link(p, guess);
+        clb_slots_heat(p, guess, *clb_heat(m, layer, expert));
+        clb_slots_unpin(p, guess);
         *clb_where(m, layer, expert) = guess;
         judge(&r->pilot, r->pilot.rank[i], true);
         return guess;

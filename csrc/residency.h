@@ -10,9 +10,9 @@
 enum { CLB_READS = 6, CLB_ALL_READS = CLB_READS * CLB_DRIVES };
 
 typedef struct clb_flight { /* what becomes of a read */
-    clb_slot *slot;
+    clb_slots *pool;
     int64_t needed; /* bytes that must arrive */
-    int32_t shard, drive;
+    int32_t slot, shard, drive;
 } clb_flight;
 
 typedef struct clb_trust { /* in guesses of one rank: rank 0 is the surest of a layer */
@@ -22,7 +22,7 @@ typedef struct clb_trust { /* in guesses of one rank: rank 0 is the surest of a 
 
 typedef struct clb_pilot { /* guesses about the next layer's experts */
     int32_t mode;
-    int32_t stage[CLB_PILOT_SLOTS];   /* spare slots of the main pool */
+    int32_t stage[CLB_PILOT_SLOTS];   /* slots of the main pool, pinned by the pilot */
     int32_t rank[CLB_PILOT_SLOTS];    /* of the guess in each */
     clb_trust trust[CLB_PILOT_SLOTS]; /* by rank */
     int64_t hints; /* layers it was asked about */
@@ -44,6 +44,8 @@ struct clb_residency {
     clb_slots pools[2]; /* main layers; the MTP layer, whose experts may be larger */
     int32_t *where;     /* [layer_count][experts] slot or CLB_NONE */
     uint8_t *populated; /* [layer_count][experts] mapped pages asked for once */
+    double *heat;       /* [layer_count][experts] uses, the older the less */
+    double use;         /* what one more use counts; it grows with every token */
     clb_reader *reader;
     clb_read reads[CLB_ALL_READS];
     clb_flight flights[CLB_ALL_READS];
@@ -70,6 +72,10 @@ static inline int32_t *clb_where(const clb_model *m, int64_t layer, int64_t expe
     return &m->residency->where[layer * m->config.experts + expert];
 }
 
+static inline double *clb_heat(const clb_model *m, int64_t layer, int64_t expert) {
+    return &m->residency->heat[layer * m->config.experts + expert];
+}
+
 /* ---- loads.c ------------------------------------------------------------------------------- */
 
 /* Begins to fill slot i with an expert; the slot must be held by nobody. */
@@ -83,7 +89,7 @@ bool clb_load_idle(const clb_residency *r); /* nothing is in flight or waiting *
 /* ---- pilot.c ------------------------------------------------------------------------------- */
 
 /* A spare slot that holds (or is reading) the expert trades places with the victim of a miss.
-   Returns the slot, now the most recent, or CLB_NONE. */
+   Returns the slot, or CLB_NONE. */
 int32_t clb_pilot_adopt(clb_model *m, int32_t layer, int32_t expert);
 
 #endif

@@ -57,7 +57,6 @@ int32_t clb_slots_open(clb_slots *p, int64_t slot_bytes, int64_t count, int64_t 
     p->slot_bytes = slot_bytes;
     p->count = count;
     p->spare = spare;
-    p->newest = p->oldest = CLB_NONE;
     if (count == 0) return CLB_OK;
     if (!clb_mul(count + spare, slot_bytes, &bytes) || count + spare > INT32_MAX)
         return clb_fail(error, CLB_INVALID, "%lld expert slots overflow", (long long)count);
@@ -66,60 +65,88 @@ int32_t clb_slots_open(clb_slots *p, int64_t slot_bytes, int64_t count, int64_t 
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory != MAP_FAILED) p->memory = memory;
     p->slots = calloc((size_t)(count + spare), sizeof *p->slots);
-    if (!p->memory || !p->slots)
+    p->heap = malloc((size_t)count * sizeof *p->heap);
+    if (!p->memory || !p->slots || !p->heap)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory for %lld expert slots of %lld bytes",
                         (long long)count, (long long)slot_bytes);
     madvise(memory, (size_t)p->mapped, MADV_HUGEPAGE);
     for (int64_t i = 0; i < count + spare; i++)
-        p->slots[i] = (clb_slot){.layer = CLB_NONE, .expert = CLB_NONE};
+        p->slots[i] = (clb_slot){
+            .layer = CLB_NONE, .expert = CLB_NONE, .place = CLB_NONE, .pins = i >= count};
     return CLB_OK;
 }
 
 void clb_slots_close(clb_slots *p) {
     if (p->memory) munmap(p->memory, (size_t)p->mapped);
     free(p->slots);
+    free(p->heap);
 }
 
-/* ---- recency -------------------------------------------------------------------------------- */
+/* ---- a heap of the slots that nobody holds, by heat ------------------------------------------ */
 
-void clb_slots_unlink(clb_slots *p, int32_t i) {
+static bool colder(const clb_slots *p, int32_t a, int32_t b) {
+    const clb_slot *x = &p->slots[a], *y = &p->slots[b];
+    return x->heat != y->heat ? x->heat < y->heat : x->touched > y->touched;
+}
+
+static void put(clb_slots *p, int32_t place, int32_t i) {
+    p->heap[place] = i;
+    p->slots[i].place = place;
+}
+
+/* Slot i goes to `place`, or as far up or down from there as its heat asks for. */
+static void settle(clb_slots *p, int32_t place, int32_t i) {
+    for (int32_t up; place > 0 && colder(p, i, p->heap[up = (place - 1) / 2]); place = up)
+        put(p, place, p->heap[up]);
+    for (int32_t down; (down = 2 * place + 1) < p->heap_count; place = down) {
+        down += down + 1 < p->heap_count && colder(p, p->heap[down + 1], p->heap[down]);
+        if (!colder(p, p->heap[down], i)) break;
+        put(p, place, p->heap[down]);
+    }
+    put(p, place, i);
+}
+
+static void leave_heap(clb_slots *p, int32_t i) {
+    int32_t place = p->slots[i].place, last;
+    if (place == CLB_NONE) return;
+    p->slots[i].place = CLB_NONE;
+    last = p->heap[--p->heap_count];
+    if (last != i) settle(p, place, last);
+}
+
+static void join_heap(clb_slots *p, int32_t i) {
+    const clb_slot *s = &p->slots[i];
+    if (s->pins || s->reads_left || s->place != CLB_NONE) return;
+    p->heap_count++;
+    settle(p, p->heap_count - 1, i);
+}
+
+void clb_slots_heat(clb_slots *p, int32_t i, double heat) {
     clb_slot *s = &p->slots[i];
-    if (s->newer != CLB_NONE) p->slots[s->newer].older = s->older;
-    else p->newest = s->older;
-    if (s->older != CLB_NONE) p->slots[s->older].newer = s->newer;
-    else p->oldest = s->newer;
+    s->heat = heat;
+    s->touched = ++p->clock;
+    if (s->place != CLB_NONE) settle(p, s->place, i);
 }
 
-void clb_slots_link(clb_slots *p, int32_t i) {
-    p->slots[i].older = p->newest;
-    p->slots[i].newer = CLB_NONE;
-    if (p->newest != CLB_NONE) p->slots[p->newest].newer = i;
-    else p->oldest = i;
-    p->newest = i;
+void clb_slots_pin(clb_slots *p, int32_t i) {
+    p->slots[i].pins++;
+    leave_heap(p, i);
 }
 
-void clb_slots_touch(clb_slots *p, int32_t i) {
-    if (p->newest == i) return;
-    clb_slots_unlink(p, i);
-    clb_slots_link(p, i);
+void clb_slots_unpin(clb_slots *p, int32_t i) {
+    p->slots[i].pins--;
+    join_heap(p, i);
 }
 
-void clb_slots_age(clb_slots *p, int32_t i) {
-    if (p->oldest == i) return;
-    clb_slots_unlink(p, i);
-    p->slots[i].newer = p->oldest;
-    p->slots[i].older = CLB_NONE;
-    p->slots[p->oldest].older = i;
-    p->oldest = i;
+void clb_slots_read(clb_slots *p, int32_t i) {
+    p->slots[i].reads_left--;
+    join_heap(p, i);
 }
 
 int32_t clb_slots_take(clb_slots *p) {
-    int32_t i = p->oldest;
-    if (p->filled < p->count) {
-        clb_slots_link(p, p->filled);
-        return p->filled++;
-    }
-    while (i != CLB_NONE && (p->slots[i].pins || p->slots[i].reads_left)) i = p->slots[i].newer;
-    if (i != CLB_NONE) clb_slots_touch(p, i);
+    if (p->filled < p->count) return p->filled++;
+    if (p->heap_count == 0) return CLB_NONE;
+    int32_t i = p->heap[0];
+    leave_heap(p, i);
     return i;
 }

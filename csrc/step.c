@@ -148,7 +148,6 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
     int32_t code = check_step(s, ids, n, error);
     if (code) return code;
     clb_residency_commit(s);
-    s->step_id = ++m->steps;
     clb_set_angles(s, &rows);
     clb_embed(s, ids, n, s->x, hidden);
     for (int64_t i = 0; i < m->config.layers; i++) {

@@ -53,12 +53,23 @@ def test_lru_and_lfu_part_on_an_old_favourite():
     assert replay(favourite, "lfu", 2).hits == 4
 
 
-def test_lfru_forgets_what_lfu_keeps():
+def test_lrfu_forgets_what_lfu_keeps():
     """After 200 uses of 0, rows of 1 and 2 in turn share what 0 leaves in two slots. With LFU they
-    throw each other out for ever; LFRU lets go of 0 when its uses have faded."""
+    throw each other out for ever; LRFU lets go of 0 when its uses have faded."""
     faded = line(*[0] * 200, *[1, 2] * 100)
     assert replay(faded, "lfu", 2).hits == 199
-    assert replay(faded, "lfru", 2).hits > 199 + 80
+    assert replay(faded, "lrfu", 2).hits > 199 + 160
+
+
+def test_lrfu_hits_where_lru_only_passes_through():
+    """Three layers of one expert in turn, two slots: LRU drops each before its turn comes again;
+    LRFU keeps one and lets the others pass through the second slot."""
+    loop = trace_of([[[0], [0], [0]]] * 20)
+    two = [replay(loop, policy, 1, "shared") for policy in ("lru", "lrfu")]
+    assert [result.slots for result in two] == [1, 1]  # a layer: three in all, so all fit
+    rows = trace_of([[[0, 1], [0, 1], [0, 1]]] * 20)
+    assert replay(rows, "lru", 1, "shared").hits == 0
+    assert replay(rows, "lrfu", 1, "shared").hits >= 19
 
 
 def test_slru_protects_what_was_hit_from_a_scan():
@@ -143,7 +154,7 @@ def recorded(tmp_path_factory):
     convert_directory(source, target / "model", Formats(experts=Format.parse("int4-g8")))
     model = Model.open(Container.open(target / "model"))
     found = {}
-    for slots in (5, 9, 16):
+    for slots in (3, 5, 9, 16):
         model.set_residency("buffered", slots)
         session = Session(model, 128, 8)
         writer = TraceWriter(session)
@@ -157,10 +168,10 @@ def recorded(tmp_path_factory):
     return found
 
 
-def test_replayed_lru_is_the_core(recorded):
+def test_replayed_lrfu_is_the_core(recorded):
     """The replay counts the look-ups and the loads that csrc/experts.c counted, one for one."""
     for slots, (trace, counters) in recorded.items():
-        result = replay(trace, "lru", slots, "shared")
+        result = replay(trace, "lrfu", slots, "shared")
         assert result.lookups == counters["expert_uses"]
         assert result.lookups - result.hits == counters["expert_loads"]
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
+from itertools import count
 
 import numpy as np
 import pytest
@@ -84,7 +86,7 @@ def chosen(session: Session, rows: int) -> list[set[tuple[int, int]]]:
 
 
 def test_rejected_rows_do_not_count_as_use(directory):
-    """Experts that only rejected rows asked for become the first to go; kept rows' the last."""
+    """Experts that only rejected rows asked for are as cold as those not counted yet."""
     model = Model.open(Container.open(directory), mtp=False)
     model.set_residency("direct", 16)
     session = Session(model, 64, 8)
@@ -94,33 +96,71 @@ def test_rejected_rows_do_not_count_as_use(directory):
     kept, *rejected = chosen(session, 3)
     session.rewind(3)
     session.step_all([41])
-    order = model.resident()
-    only_rejected = set().union(*rejected) - kept - before - chosen(session, 1)[0]
-    assert only_rejected
-    assert set(order[-len(only_rejected) :]) == only_rejected
+    order, last = model.resident(), chosen(session, 1)[0]
+    only_rejected = set().union(*rejected) - kept - before - last
+    cold = only_rejected | (last - kept - before)
+    assert only_rejected and cold > only_rejected
+    assert set(order[-len(cold) :]) == cold
 
 
-def test_least_recently_used_goes_first(directory):
-    """After many tokens the slots hold what a list by last kept use holds, in its order."""
+def test_coldest_goes_first(directory):
+    """After many tokens the slots hold the experts that uses, half forgotten after eight tokens,
+    would keep there, the hottest first; fewer slots than one token's experts, too."""
+    for slots in (2, 9):
+        model = Model.open(Container.open(directory), mtp=False)
+        model.set_residency("direct", slots)
+        room = slots * sum(model.container.sparse[: model.config.num_hidden_layers])
+        session = Session(model, 64, 1)
+        heat: defaultdict[tuple[int, int], float] = defaultdict(float)
+        there: dict[tuple[int, int], int] = {}  # minus when it was read, or its heat last changed
+        before: list[tuple[int, int]] = []
+        clock = count(0, -1)
+        for token in range(3, 60):
+            session.step_all([token])
+            for pair in before:  # a step's use counts once the next one shows that it was kept
+                heat[pair] += 2 ** (token / 8)
+                there |= {pair: next(clock)} if pair in there else {}
+            before = sorted(chosen(session, 1)[0])
+            for layer in sorted({layer for layer, _ in before}):
+                wanted = [pair for pair in before if pair[0] == layer]
+                for pair in [pair for pair in wanted if pair not in there]:
+                    free = [old for old in there if old not in wanted]
+                    if len(there) == room:
+                        del there[min(free, key=lambda old: (heat[old], there[old]))]
+                    there[pair] = next(clock)
+        hottest = sorted(there, key=lambda pair: (heat[pair], there[pair]), reverse=True)
+        assert model.resident() == hottest and len(hottest) == room
+
+
+def test_too_few_slots_still_hit(directory):
+    """With fewer slots than a token uses experts, one token after another finds some of its
+    experts: the others pass through a few slots."""
     model = Model.open(Container.open(directory), mtp=False)
-    model.set_residency("direct", 9)
-    room = 9 * sum(model.container.sparse[: model.config.num_hidden_layers])
+    model.set_residency("direct", 3)  # a token uses 4 a layer
     session = Session(model, 64, 1)
-    order: list[tuple[int, int]] = []  # the most recently used last
-    before: list[tuple[int, int]] = []
-    for token in range(3, 60):
-        session.step_all([token])
-        for pair in before:  # a step's use counts once the next one shows that it was kept
-            if pair in order:
-                order.append(order.pop(order.index(pair)))
-        before = sorted(chosen(session, 1)[0])
-        for layer in sorted({layer for layer, _ in before}):
-            wanted = [pair for pair in before if pair[0] == layer]
-            for pair in [pair for pair in wanted if pair not in order]:
-                if len(order) == room:
-                    order.remove(next(old for old in order if old not in wanted))
-                order.append(pair)
-    assert model.resident() == order[::-1]
+    for _ in range(40):
+        session.step_all([7])
+    counters = session.counters()
+    assert counters["expert_loads"] < 0.75 * counters["expert_uses"]
+
+
+def test_heat_does_not_overflow(directory):
+    """After thousands of tokens, when all heats have been scaled down many times, the order is
+    still that of the latest uses."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 16)
+    session = Session(model, 64, 32)
+    for _ in range(400):
+        session.rewind(0)
+        session.step_all(PROMPT, "none")
+    session.rewind(0)
+    session.step_all([200])
+    session.step_all([201])  # counts the uses of the one before
+    session.rewind(0)
+    first = chosen(session, 1)[0]
+    order = model.resident()
+    session.step_all([202])
+    assert len(first) == 24 and order == [pair for pair in order if pair in set(order)]
 
 
 def test_weights_that_choose_keys_are_counted_where_keys_are_chosen(directory):

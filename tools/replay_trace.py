@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from colibri.errors import ColibriError
+from colibri.locality import one_more_use
 from colibri.trace import Trace
 
 NEVER = sys.maxsize
 SCOPES = ("own", "shared")
-HALF_LIFE = 64  # steps after which lfru counts a use half
 PROTECTED = 0.8  # share of the slots that slru keeps for experts that were hit
 
 
@@ -34,7 +34,8 @@ PROTECTED = 0.8  # share of the slots that slru keeps for experts that were hit
 
 class Policy(ABC):
     """Which expert leaves. The driver calls, for each step: `seen` or `admit` (after `evict`, when
-    full) per look-up, then per row `used` if it was kept, else `unused` for what came for it.
+    full) per look-up, then for each row that was kept `row` and `used` per expert, in a slot or
+    not, and for the others `unused` for what came for them.
 
     `due` is the time of the next look-up of the expert; only Belady may look at it.
     """
@@ -51,13 +52,16 @@ class Policy(ABC):
         """Slots that are taken."""
 
     @abstractmethod
-    def admit(self, key: int, step: int, due: int) -> None:
+    def admit(self, key: int, due: int) -> None:
         """The expert takes a slot."""
 
     def seen(self, key: int, due: int) -> None:  # noqa: B027
         """The expert was found in a slot."""
 
-    def used(self, key: int, step: int, hit: bool) -> None:  # noqa: B027
+    def row(self) -> None:  # noqa: B027
+        """A row was kept; its uses follow."""
+
+    def used(self, key: int, hit: bool) -> None:  # noqa: B027
         """A row that was kept used it; `hit`: it was there before the step."""
 
     def unused(self, key: int) -> None:  # noqa: B027
@@ -73,7 +77,7 @@ def _oldest(order: "OrderedDict[int, None]", pinned: Collection[int]) -> int | N
 
 
 class Lru(Policy):
-    """Least recently used: what csrc/experts.c does."""
+    """Least recently used."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -85,11 +89,12 @@ class Lru(Policy):
     def __len__(self) -> int:
         return len(self._order)
 
-    def admit(self, key: int, step: int, due: int) -> None:
+    def admit(self, key: int, due: int) -> None:
         self._order[key] = None
 
-    def used(self, key: int, step: int, hit: bool) -> None:
-        self._order.move_to_end(key)
+    def used(self, key: int, hit: bool) -> None:
+        if key in self._order:
+            self._order.move_to_end(key)
 
     def unused(self, key: int) -> None:
         self._order.move_to_end(key, last=False)
@@ -116,12 +121,14 @@ class Slru(Policy):
     def __len__(self) -> int:
         return len(self._new) + len(self._safe)
 
-    def admit(self, key: int, step: int, due: int) -> None:
+    def admit(self, key: int, due: int) -> None:
         self._new[key] = None
 
-    def used(self, key: int, step: int, hit: bool) -> None:
+    def used(self, key: int, hit: bool) -> None:
         if key in self._safe:
             self._safe.move_to_end(key)
+        elif key not in self._new:
+            return
         elif hit and self._most:
             del self._new[key]
             self._safe[key] = None
@@ -143,7 +150,10 @@ class Slru(Policy):
 
 
 class Ranked(Policy):
-    """The resident expert of least rank leaves; ranks only change through `_rank`."""
+    """The resident expert of least rank leaves; ranks only change through `_rank`. Of equal values
+    the one ranked longest ago leaves first, or, if `_passing`, the latest."""
+
+    _passing = False
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -158,8 +168,7 @@ class Ranked(Policy):
         return len(self._ranks)
 
     def _rank(self, key: int, value: float) -> None:
-        """Equal values: the one ranked longest ago leaves first."""
-        self._clock += 1
+        self._clock += -1 if self._passing else 1
         self._ranks[key] = (value, self._clock)
         heapq.heappush(self._heap, (self._ranks[key], key))
 
@@ -187,40 +196,44 @@ class Lfu(Ranked):
         super().__init__(slots)
         self._heat: defaultdict[int, float] = defaultdict(float)
 
-    def admit(self, key: int, step: int, due: int) -> None:
+    def admit(self, key: int, due: int) -> None:
         self._rank(key, self._heat[key])
 
-    def used(self, key: int, step: int, hit: bool) -> None:
+    def used(self, key: int, hit: bool) -> None:
         self._heat[key] += 1
-        self._rank(key, self._heat[key])
+        if key in self:
+            self._rank(key, self._heat[key])
 
     def unused(self, key: int) -> None:
         self._rank(key, -1)
 
 
-class Lfru(Ranked):
-    """Least frequently used, older uses counting less: half after HALF_LIFE steps."""
+class Lrfu(Ranked):
+    """Uses count half after HALF_LIFE rows: what csrc/experts.c does."""
+
+    _passing = True
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._heat: dict[int, float] = {}  # log2 of the sum of 2^(step / HALF_LIFE) over uses
+        self._heat: defaultdict[int, float] = defaultdict(lambda: -math.inf)
+        self._rows = 0
 
-    def admit(self, key: int, step: int, due: int) -> None:
-        self._rank(key, self._heat.get(key, -math.inf))
-
-    def used(self, key: int, step: int, hit: bool) -> None:
-        now, before = step / HALF_LIFE, self._heat.get(key, -math.inf)
-        self._heat[key] = now + math.log2(1 + 2.0 ** (before - now))
+    def admit(self, key: int, due: int) -> None:
         self._rank(key, self._heat[key])
 
-    def unused(self, key: int) -> None:
-        self._rank(key, -math.inf)
+    def row(self) -> None:
+        self._rows += 1
+
+    def used(self, key: int, hit: bool) -> None:
+        self._heat[key] = one_more_use(self._heat[key], self._rows)
+        if key in self:
+            self._rank(key, self._heat[key])
 
 
 class Belady(Ranked):
     """The expert whose next use is furthest away."""
 
-    def admit(self, key: int, step: int, due: int) -> None:
+    def admit(self, key: int, due: int) -> None:
         self._rank(key, -due)
 
     def seen(self, key: int, due: int) -> None:
@@ -228,7 +241,7 @@ class Belady(Ranked):
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
-    "lru": Lru, "lfu": Lfu, "slru": Slru, "lfru": Lfru, "belady": Belady,
+    "lru": Lru, "lfu": Lfu, "slru": Slru, "lrfu": Lrfu, "belady": Belady,
 }  # fmt: skip
 
 
@@ -295,16 +308,16 @@ def replay(
     else:
         pools = [POLICIES[policy](slots * layers)] * layers
     lookups = hits = 0
-    for number, step in enumerate(steps or steps_of(trace)):
+    for step in steps or steps_of(trace):
         loaded: set[int] = set()
         for pool, wanted in zip(pools, step.lookups, strict=True):
             lookups += len(wanted)
-            hits += len(wanted) - _look_up(pool, wanted, number, loaded)
-        _commit(pools, step, number, loaded, trace.count)
+            hits += len(wanted) - _look_up(pool, wanted, loaded)
+        _commit(pools, step, loaded, trace.count)
     return Replay(policy, scope, slots, lookups, hits)
 
 
-def _look_up(pool: Policy, wanted: list[Lookup], number: int, loaded: set[int]) -> int:
+def _look_up(pool: Policy, wanted: list[Lookup], loaded: set[int]) -> int:
     """Find or load a layer's experts; returns how many were loaded. None leaves for another of
     them, unless the slots cannot hold them all at once."""
     pinned = {lookup.key for lookup in wanted}
@@ -315,23 +328,23 @@ def _look_up(pool: Policy, wanted: list[Lookup], number: int, loaded: set[int]) 
     for lookup in missing:
         if len(pool) >= pool.slots and not pool.evict(pinned):
             pool.evict(())
-        pool.admit(lookup.key, number, lookup.due)
+        pool.admit(lookup.key, lookup.due)
         loaded.add(lookup.key)
     return len(missing)
 
 
-def _commit(pools: list[Policy], step: Step, number: int, loaded: set[int], count: int) -> None:
-    """Recency in the order of the rows; what only rejected rows wanted is the first to leave."""
+def _commit(pools: list[Policy], step: Step, loaded: set[int], count: int) -> None:
+    """Uses in the order of the rows; what only rejected rows wanted is the first to leave."""
     used: set[int] = set()
     for kept, keys in step.rows:
+        for pool in dict.fromkeys(pools) if kept else ():
+            pool.row()
         for key in keys:
             pool = pools[key // count]
-            if key not in pool:
-                continue
             if kept:
-                pool.used(key, number, key not in loaded)
+                pool.used(key, key not in loaded)
                 used.add(key)
-            elif key in loaded and key not in used:
+            elif key in pool and key in loaded and key not in used:
                 pool.unused(key)
 
 
