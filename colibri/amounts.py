@@ -18,9 +18,14 @@ def file_size(nbytes: float) -> str:
     return _in_units(nbytes, _DECIMAL)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count and a regular noun: "1 file", "2 files"."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+def number(value: float) -> str:
+    """To one decimal, which is left out where it is 0: "7", "6.9"."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def plural(count: float, noun: str) -> str:
+    """A count and a regular noun: "1 file", "2 files", "6.9 slots"."""
+    return f"{number(count)} {noun}" + ("" if count == 1 else "s")
 
 
 def duration(seconds: float) -> str:

@@ -293,8 +293,9 @@ class Bench:
         self.trace = writer.trace() if writer else self.trace
         again = self._limits.disk_rate()  # one reading may be far off: the better of two
         disk = max(disk, again) if disk and again else disk
+        slots = round(plan.slots_per_layer, 2) or None
         facts = {
-            "threads": threads, "io": plan.io, "slots": plan.slots_per_layer or None, "rows": 1,
+            "threads": threads, "io": plan.io, "slots": slots, "rows": 1,
             "asked": str(arm), "planned_bytes": plan.footprint or None,
         }  # fmt: skip
         limit = figures.stream_limit(sample.read_bytes / sample.tokens, disk, compute)

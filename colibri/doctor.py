@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri import memory
-from colibri.amounts import file_size, memory_size, plural
+from colibri.amounts import file_size, memory_size, number, plural
 from colibri.errors import ColibriError, UsageError
 from colibri.knobs import Settings
 from colibri.paths import expanded
@@ -153,7 +153,8 @@ class Doctor:
         here = forecaster.forecast(budget, min(4096, context), context, self.settings.io)
         experts = shape.config.n_routed_experts
         used = shape.config.num_experts_per_tok
-        kept = f"{here.slots:.0f} of {experts} experts a layer" if here.hits < 1 else "all experts"
+        some = f"{number(here.slots)} of {experts} experts a layer"
+        kept = some if here.hits < 1 else "all experts"
         text = f"dense weights, a context of {context} tokens and {kept} fit"
         if here.slots < used:
             remedy = f"a token needs {used} a layer, so most are read again: give more memory"

@@ -92,17 +92,18 @@ class Model:
             model.load()
         return model
 
-    def set_residency(self, io: str, slots_per_layer: int, pilot: str = "off") -> None:
+    def set_residency(self, io: str, slots_per_layer: float, pilot: str = "off") -> None:
         """How experts come into memory, from the next step on; what was resident is dropped.
 
         `io`: mmap (the page cache holds them), mmap-tight (pages are asked for at every use),
-        buffered or direct (our own slots, at most `slots_per_layer` experts a layer on average).
+        buffered or direct (our own slots: `slots_per_layer` experts a layer on average).
         `pilot`: off, router (guess the next layer's experts by its router, and read them while the
         disk is idle) or fed (guesses come from `feed_pilot`).
         """
         error = ffi.new("clb_error *")
+        slots = round(slots_per_layer * self.config.sparse_layer_count)
         code = lib.clb_model_set_residency(
-            self.handle, _IO[io], slots_per_layer, _PILOT[pilot], error
+            self.handle, _IO[io], slots, int(slots_per_layer), _PILOT[pilot], error
         )
         check(code, error)
 
@@ -116,7 +117,7 @@ class Model:
         check(lib.clb_model_feed_pilot(self.handle, ids, guesses.shape[1], error), error)
 
     def resident(self) -> list[tuple[int, int]]:
-        """(layer, expert) of every expert in a slot, most recently used first."""
+        """(layer, expert) of every expert in a slot, hottest first."""
         most = self.layers * self.config.n_routed_experts
         pairs = np.empty((most, 2), np.int32)
         out = ffi.from_buffer("int32_t[]", pairs)
@@ -124,7 +125,7 @@ class Model:
         return [(int(layer), int(expert)) for layer, expert in pairs[:count]]
 
     def warm(self, experts: list[tuple[int, int]]) -> None:
-        """Read experts into slots, in the order given; the last becomes the most recent."""
+        """Read experts into slots, in the order given; the last becomes the hottest."""
         pairs = np.array(experts, np.int32).reshape(-1, 2)
         error = ffi.new("clb_error *")
         code = lib.clb_model_warm(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colibri.amounts import memory_size
+from colibri.amounts import memory_size, number
 from colibri.config import ModelConfig
 from colibri.errors import UsageError
 
@@ -46,7 +46,7 @@ class Plan:
     """The division. `footprint` is what the process will hold when every slot is full."""
 
     io: str  # mmap | mmap-tight | buffered | direct
-    slots_per_layer: int  # 0 when mapped: the page cache holds the experts
+    slots_per_layer: float  # of main layers, on average; 0 when mapped: the page cache holds them
     footprint: int
     budget: int
     notes: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def make_plan(
             f"layers needs {memory_size(demand.layer_slots_bytes)}; give more memory with --ram "
             f"or use --io mmap{_fewer(demand, least - left)}"
         )
-    footprint = fixed + fits * demand.layer_slots_bytes + spare
+    footprint = fixed + _slots_bytes(demand, fits) + spare
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
 
 
@@ -113,7 +113,7 @@ def _fewer(demand: Demand, lacking: int) -> str:
     return f", or --conversations {most} at most" if most > 0 else ""
 
 
-def _slots(demand: Demand, left: int) -> tuple[int, int]:
+def _slots(demand: Demand, left: int) -> tuple[float, int]:
     """Slots a layer, and bytes of spare ones: none where all experts or hardly any have one."""
     if not demand.layer_slots_bytes:
         return 0, 0
@@ -121,10 +121,16 @@ def _slots(demand: Demand, left: int) -> tuple[int, int]:
     alone = left // demand.layer_slots_bytes
     if alone >= demand.experts or left - spare < demand.layer_slots_bytes:
         return min(alone, demand.experts), 0
-    return (left - spare) // demand.layer_slots_bytes, spare
+    whole, rest = divmod(left - spare, demand.layer_slots_bytes)
+    more = min(rest // demand.slot, demand.layers - 1)  # all main layers share them
+    return whole + more / demand.layers, spare
 
 
-def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -> str:
+def _slots_bytes(demand: Demand, slots: float) -> int:
+    return round(slots * demand.layers) * demand.slot + int(slots) * demand.mtp_slot
+
+
+def _choose(demand: Demand, left: int, fits: float, streamed: Callable[[], str]) -> str:
     """Mapped when there is nothing to stream, or no room for slots; else slots of our own."""
     if not demand.layer_slots_bytes or demand.container < _GIB // 4:
         return "mmap"
@@ -137,11 +143,12 @@ def _choose(demand: Demand, left: int, fits: int, streamed: Callable[[], str]) -
     return "buffered" if left > 2 * whole else "direct"
 
 
-def _notes(demand: Demand, slots: int) -> tuple[str, ...]:
+def _notes(demand: Demand, slots: float) -> tuple[str, ...]:
     if slots >= demand.experts_per_token:
         return ()
     need = demand.experts_per_token * demand.layer_slots_bytes
     return (
-        f"{slots} expert slots a layer hold less than one token's {demand.experts_per_token}, so "
-        f"that most are read for every token; {memory_size(need)} hold them all",
+        f"{number(slots)} expert slots a layer hold less than one token's "
+        f"{demand.experts_per_token}, so that most are read for every token; "
+        f"{memory_size(need)} hold them all",
     )

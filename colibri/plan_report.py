@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
-from colibri.amounts import file_size, memory_size, plural, roughly
+from colibri.amounts import file_size, memory_size, number, plural, roughly
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
 from colibri.memory import RESERVE, Budget
@@ -201,7 +201,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _slots(row: dict[str, Any], model: dict[str, Any]) -> str:
-    return "all" if row["hits"] == 1 else f"{row['slots']:.0f}"
+    return "all" if row["hits"] == 1 else number(row["slots"])
 
 
 def _speed(row: dict[str, Any], unit: str = " tok/s") -> str:

@@ -1,6 +1,6 @@
 """Warm restarts: which experts were in memory, remembered, and read again before they are needed.
 
-The newest come first, some dozens at a time and those in disk order, so that a start that is cut
+The hottest come first, some dozens at a time and those in disk order, so that a start that is cut
 short has read what is most likely to be asked for.
 """
 
@@ -42,7 +42,7 @@ class Resident:
         return self._state.place("resident", f"{self._engine.container.fingerprint}.json")
 
     def save(self) -> None:
-        """Remember what is in memory, most recently used first; then what was yet to be read."""
+        """Remember what is in memory, hottest first; then what was yet to be read."""
         if not self.applies:
             return
         pairs = [*dict.fromkeys([*self._engine.model.resident(), *self._unread])]
@@ -54,7 +54,7 @@ class Resident:
         self._state.keep("the set of experts in memory", write)
 
     def remembered(self) -> list[Pair]:
-        """What was in memory and has a place now, the most recently used first."""
+        """What was in memory and has a place now, the hottest first."""
         if not self.applies or self._state.root is None:
             return []
         try:
@@ -69,10 +69,11 @@ class Resident:
         engine, config = self._engine, self._engine.container.config
         assert engine.plan is not None
         slots, mtp = engine.plan.slots_per_layer, config.num_hidden_layers
+        room = round(slots * config.sparse_layer_count)
         sparse = engine.container.sparse[: engine.model.layers]
         main = [p for p in pairs if 0 <= p[0] < mtp and sparse[p[0]]]
         drafts = [p for p in pairs if p[0] == mtp < len(sparse)]
-        kept = {*main[: slots * sum(sparse[:mtp])], *drafts[:slots]}
+        kept = {*main[:room], *drafts[: int(slots)]}
         return [p for p in pairs if p in kept and 0 <= p[1] < config.n_routed_experts]
 
     # ---- reading them again -----------------------------------------------------------------
@@ -122,6 +123,6 @@ class Resident:
             yield sorted(block, key=lambda pair: places[pair])
 
     def _order(self, pairs: list[Pair]) -> None:
-        """Touch them once more, oldest first: reading newest first left the recency reversed."""
+        """Heat them once more, coldest first: reading the hottest first left them the coldest."""
         there = set(self._engine.model.resident())
         self._engine.model.warm([pair for pair in reversed(pairs) if pair in there])

@@ -21,14 +21,14 @@ class Receipt:
 
     `prompt` counts are of the prefill, `answer` counts of decoding; core counters are those of
     csrc/colibri.h. `first_token_seconds` runs from the start of the turn, None without a token.
-    `slots_per_layer` experts of each layer may stay in memory; 0: the page cache decides.
+    `slots_per_layer` experts of a layer, on average, may stay in memory; 0: the page cache decides.
     """
 
     model: str
     isa: str
     threads: int
     io: str
-    slots_per_layer: int
+    slots_per_layer: float
     load_seconds: float
     context: int
     prompt_tokens: int

@@ -193,7 +193,7 @@ class Turn:
             model=str(engine.container.directory),
             isa=engine.model.isa,
             io=engine.plan.io if engine.plan else "mmap",
-            slots_per_layer=engine.plan.slots_per_layer if engine.plan else 0,
+            slots_per_layer=round(engine.plan.slots_per_layer, 2) if engine.plan else 0,
             threads=engine.model.threads,
             load_seconds=engine.load_seconds,
             context=self.session.context,

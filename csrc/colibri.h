@@ -83,8 +83,9 @@ enum { CLB_IO_MMAP, CLB_IO_MMAP_TIGHT, CLB_IO_BUFFERED, CLB_IO_DIRECT };
 int64_t clb_model_expert_bytes(const clb_model *model, int32_t layer); /* one routed expert */
 /* One slot of the main layers' pool, or of the MTP layer's; 0 where there are no experts. */
 int64_t clb_model_slot_bytes(const clb_model *model, int32_t mtp);
-/* Call after the experts are set and before any step; again to change it between steps. */
-int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots_per_layer,
+/* Call after the experts are set and before any step; again to change it between steps. `slots`
+   are of all main layers, `mtp_slots` of the MTP layer. */
+int32_t clb_model_set_residency(clb_model *model, int32_t io, int64_t slots, int64_t mtp_slots,
                                 int32_t pilot, clb_error *error);
 /* The pilot reads guessed experts of the next layer into spare slots while the disk is idle. ROUTER
    guesses with the next layer's router; FED takes guesses from clb_model_feed_pilot. */

@@ -26,14 +26,18 @@ int64_t clb_model_slot_bytes(const clb_model *m, int32_t mtp) {
                : slot_bytes_of(m, 0, layers, &sparse);
 }
 
-static int32_t open_pool(clb_model *m, clb_slots *p, int64_t first, int64_t last, int64_t per_layer,
+/* A pool for the layers [first, last): `slots`, but no more than they have experts. */
+static int32_t open_pool(clb_model *m, clb_slots *p, int64_t first, int64_t last, int64_t slots,
                          int64_t spare, clb_error *error) {
     int64_t sparse, bytes = slot_bytes_of(m, first, last, &sparse);
-    if (per_layer > m->config.experts) per_layer = m->config.experts;
-    return clb_slots_open(p, bytes, sparse * per_layer, sparse ? spare : 0, error);
+    if (sparse && slots < 1)
+        return clb_fail(error, CLB_INVALID, "%lld expert slots cannot work", (long long)slots);
+    return clb_slots_open(p, bytes, clb_least(slots, sparse * m->config.experts),
+                          sparse ? spare : 0, error);
 }
 
-static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer, clb_error *error) {
+static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t slots, int64_t mtp_slots,
+                              clb_error *error) {
     const clb_config *c = &m->config;
     int64_t all = m->layer_count * c->experts;
     r->mtp_layer = c->layers;
@@ -46,9 +50,9 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
                         (long long)all);
     for (int64_t i = 0; i < all; i++) r->where[i] = CLB_NONE;
     if (clb_is_mapped(r)) return CLB_OK;
-    int32_t code = open_pool(m, &r->pools[0], 0, c->layers, per_layer,
+    int32_t code = open_pool(m, &r->pools[0], 0, c->layers, slots,
                              r->pilot.mode ? CLB_PILOT_SLOTS : 0, error);
-    if (!code) code = open_pool(m, &r->pools[1], c->layers, m->layer_count, per_layer, 0, error);
+    if (!code) code = open_pool(m, &r->pools[1], c->layers, m->layer_count, mtp_slots, 0, error);
     if (code) return code;
     r->queue_size = r->pools[0].count + r->pools[1].count + CLB_PILOT_SLOTS + 1;
     for (int32_t i = 0; i < CLB_PILOT_SLOTS; i++)
@@ -63,23 +67,19 @@ static int32_t fill_residency(clb_model *m, clb_residency *r, int64_t per_layer,
     return CLB_OK;
 }
 
-int32_t clb_residency_new(clb_model *m, int32_t io, int64_t per_layer, int32_t pilot,
+int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots, int64_t mtp_slots, int32_t pilot,
                           clb_error *error) {
     if (pilot < CLB_PILOT_OFF || pilot > CLB_PILOT_FED)
         return clb_fail(error, CLB_INVALID, "pilot mode %d is unknown", pilot);
     if (io < CLB_IO_MMAP || io > CLB_IO_DIRECT)
         return clb_fail(error, CLB_INVALID, "io mode %d is unknown", io);
-    bool slots = io == CLB_IO_BUFFERED || io == CLB_IO_DIRECT;
-    if (slots && m->config.experts && per_layer < 1)
-        return clb_fail(error, CLB_INVALID, "%lld expert slots a layer cannot work",
-                        (long long)per_layer);
     clb_residency *r = calloc(1, sizeof *r);
     if (!r) return clb_fail(error, CLB_NO_MEMORY, "out of memory for the expert slots");
     r->io = io;
     r->pilot.mode = pilot;
     clb_residency *old = m->residency;
     m->residency = r;
-    int32_t code = fill_residency(m, r, per_layer, error);
+    int32_t code = fill_residency(m, r, slots, mtp_slots, error);
     if (code) {
         clb_residency_free(r);
         m->residency = old;

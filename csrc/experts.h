@@ -16,7 +16,7 @@ typedef struct clb_run { /* pairs [first, last) of a layer share one expert */
     bool done;
 } clb_run;
 
-int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots_per_layer, int32_t pilot,
+int32_t clb_residency_new(clb_model *m, int32_t io, int64_t slots, int64_t mtp_slots, int32_t pilot,
                           clb_error *error);
 void clb_residency_free(clb_residency *r);
 /* Slots one batch may lease at once in this layer; INT64_MAX when mapped. */

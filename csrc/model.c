@@ -398,14 +398,14 @@ int64_t clb_model_expert_bytes(const clb_model *m, int32_t layer) {
     return layer >= 0 && layer < m->layer_count ? m->layers[layer].expert_bytes : 0;
 }
 
-int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, int32_t pilot,
-                                clb_error *error) {
+int32_t clb_model_set_residency(clb_model *m, int32_t io, int64_t slots, int64_t mtp_slots,
+                                int32_t pilot, clb_error *error) {
     for (int64_t i = 0; i < m->layer_count; i++)
         if (m->layers[i].sparse && !m->layers[i].experts)
             return clb_fail(error, CLB_INVALID, "layer %d has no experts yet", (int)i);
     int32_t code = clb_lock(m, error);
     if (code) return code;
-    code = clb_residency_new(m, io, slots, pilot, error);
+    code = clb_residency_new(m, io, slots, mtp_slots, pilot, error);
     clb_unlock(m);
     return code;
 }

@@ -46,6 +46,7 @@ def test_data_is_told_in_powers_of_ten(text, nbytes):
 def test_nouns_agree():
     """One thing has no plural, none has."""
     assert [plural(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+    assert [plural(n, "slot") for n in (1.0, 1.25, 6.96)] == ["1 slot", "1.2 slots", "7 slots"]
 
 
 def test_durations():

@@ -187,7 +187,7 @@ def test_a_turn_left_early_has_a_finished_ledger(monkeypatch):
     """Whoever still holds the decoding loop, its ledger has ended before the receipt is made."""
     held, loop = [], turns.spec_decode
     monkeypatch.setattr(turns, "spec_decode", lambda *given: held.append(loop(*given)) or held[-1])
-    engine = open_engine()
+    engine = open_engine(temperature="0")
     turn = engine.answer(engine.chat(STORY))
     steps = turn.steps()
     while not next(steps).tokens:

@@ -303,7 +303,7 @@ def test_cut_file_is_an_error_and_nothing_is_lost(directory, tmp_path):
 def test_slots_must_be_some(directory):
     """No slots is refused rather than dividing by it."""
     model = Model.open(Container.open(directory))
-    with pytest.raises(CoreError, match="0 expert slots a layer cannot work"):
+    with pytest.raises(CoreError, match="0 expert slots cannot work"):
         model.set_residency("direct", 0)
 
 

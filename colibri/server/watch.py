@@ -59,7 +59,7 @@ class Watch:
                 "conversations": engine.conversations,
                 "mode": engine.settings.mode,
                 "io": plan.io if plan else "mmap",
-                "slots_per_layer": plan.slots_per_layer if plan else 0,
+                "slots_per_layer": round(plan.slots_per_layer, 2) if plan else 0,
                 "thinking_switch": engine.template.has_thinking_switch,
             },
             **self._latest,
