@@ -12,6 +12,7 @@ import click
 from colibri.cli import Command, settings_of
 from colibri.errors import UsageError
 from colibri.knobs import BY_NAME
+from colibri.paths import require_writable, write
 
 if TYPE_CHECKING:
     from colibri.bench import Arm, Request
@@ -212,28 +213,3 @@ def arms_of(
         several = product(ram or (None,), modes, pilots)
         arms = [Arm(io, ram=size, pilot=by) for size, io, by in several]
     return tuple(dict.fromkeys(arms))
-
-
-def require_writable(path: Path) -> None:
-    """UsageError when a file cannot be written; what is there stays as it is."""
-    try:
-        is_new = not path.exists()
-        if is_new or not path.is_fifo():  # opening a pipe would be felt at its other end
-            path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as why:
-        raise _cannot_write(path, why) from why
-
-
-def write(path: Path, text: str) -> None:
-    """Write a small text file; UsageError says why not."""
-    try:
-        path.write_text(text)
-    except OSError as why:
-        raise _cannot_write(path, why) from why
-
-
-def _cannot_write(path: Path, why: OSError) -> UsageError:
-    fault = f"{path}: cannot be written: {why.strerror}"
-    return UsageError(f"{fault}; give a file in a directory that is there, and yours to write to")

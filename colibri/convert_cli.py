@@ -17,6 +17,7 @@ from colibri.amounts import duration, file_size, plural
 from colibri.cli import Command, knob_options, settings_of
 from colibri.errors import ContainerError, Exit, UsageError
 from colibri.knobs import Settings
+from colibri.paths import require_writable
 from colibri.terminal import Terminal, is_terminal
 
 if TYPE_CHECKING:
@@ -164,10 +165,22 @@ def verify(directory: Path, deep: bool, mirror: str | None, threads: int | None)
     "[default: 1024, or what the model holds]",
 )
 @click.option("--markup", is_flag=True, help="Control tokens in the text are control tokens.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keep which experts the text asked for (plan --trace, tools/replay_trace.py).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @knob_options(knobs.MACHINE, without=("context", "warm"))
 def score(
-    model: str | None, text: Path, window: int | None, markup: bool, as_json: bool, **values: Any
+    model: str | None,
+    text: Path,
+    window: int | None,
+    markup: bool,
+    trace: Path | None,
+    as_json: bool,
+    **values: Any,
 ) -> int:
     """Say how well a model predicts a text.
 
@@ -177,7 +190,9 @@ def score(
     """
     settings = settings_of({**values, "draft": "0"}, model)
     terminal = Terminal.of(settings.screen)
-    found = _score(settings, text, window, terminal, markup)
+    if trace:
+        require_writable(trace)
+    found = _score(settings, text, window, terminal, markup, trace)
     terminal.clear()
     terminal.write(
         json.dumps(found.as_dict()) + "\n" if as_json else "\n".join(_score_lines(found)) + "\n"
@@ -299,11 +314,17 @@ class _Meter:
 
 
 def _score(
-    settings: Settings, text: Path, window: int | None, terminal: Terminal, markup: bool = False
+    settings: Settings,
+    text: Path,
+    window: int | None,
+    terminal: Terminal,
+    markup: bool = False,
+    trace: Path | None = None,
 ) -> Score:
     from colibri.config import ModelConfig
     from colibri.engine import Engine, model_directory
     from colibri.score import WINDOW, score_text
+    from colibri.trace import TraceWriter
 
     content = _read_text(text)
     limit = ModelConfig.load(model_directory(settings)).max_position_embeddings
@@ -311,10 +332,15 @@ def _score(
     engine = Engine.open(
         replace(settings, context=min(window + _PREFIX_ROOM, limit)), terminal.progress
     )
-    return score_text(
-        engine.slot.session, engine.tokenizer, content, window,
-        lambda done, total: terminal.progress("scoring token", done, total), markup,
+    session = engine.slot.session
+    writer = TraceWriter(session) if trace else None
+    found = score_text(
+        session, engine.tokenizer, content, window,
+        lambda done, total: terminal.progress("scoring token", done, total), markup, writer,
     )  # fmt: skip
+    if trace and writer:
+        writer.trace().save(trace)
+    return found
 
 
 def _settings(directory: Path) -> Settings:

@@ -43,7 +43,7 @@ _FORMATS = {"experts": "int4-g64", "dense": "int8"}  # that --shape assumes
 )  # fmt: skip
 @click.option(
     "--trace", metavar="FILE", type=click.Path(path_type=Path),
-    help="Hit rates from a recorded trace (colibri bench --trace) instead of published ones.",
+    help="Hit rates from a recorded trace (colibri score --trace) instead of published ones.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @knob_options(knobs.MACHINE, without=("warm",))

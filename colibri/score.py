@@ -12,6 +12,7 @@ from colibri.chat import raw_prompt
 from colibri.errors import UsageError
 from colibri.session import Session
 from colibri.tokenizer import Tokenizer
+from colibri.trace import TraceWriter
 
 WINDOW = 1024  # tokens that a token may look back on, at most
 _LEAST = -700.0  # e^x below this is nothing beside the largest term's 1
@@ -56,6 +57,7 @@ def score_text(
     window: int = WINDOW,
     report: Report | None = None,
     markup: bool = False,
+    trace: TraceWriter | None = None,
 ) -> Score:
     """Score every token of `text`, given the tokens before it in its window.
 
@@ -64,6 +66,7 @@ def score_text(
     to be predicted from and is left out. With `markup`, control tokens written in the text are
     control tokens; else all of it is plain text. Sums are exact, so the result depends on the
     model, the text and the window alone: not on threads, nor on how many rows run at a time.
+    `trace` keeps which experts the tokens asked for, as if each had been a step of its own.
     UsageError for a text without tokens, or a window the session cannot hold.
     """
     prefix = raw_prompt("", tokenizer)
@@ -76,7 +79,7 @@ def score_text(
     scored: list[int] = []
     for begin in range(0, len(ids), window):
         part = ids[begin : begin + window]
-        nats += score_ids(session, prefix, part)
+        nats += score_ids(session, prefix, part, trace)
         scored += part if prefix else part[1:]
         if report:
             report(begin + len(part), len(ids))
@@ -86,7 +89,9 @@ def score_text(
     return Score(math.fsum(nats), len(scored), size, window)
 
 
-def score_ids(session: Session, prefix: Sequence[int], ids: Sequence[int]) -> list[float]:
+def score_ids(
+    session: Session, prefix: Sequence[int], ids: Sequence[int], trace: TraceWriter | None = None
+) -> list[float]:
     """Nats of each of `ids` behind `prefix`, but of the first when nothing comes before it.
 
     The session begins anew; it must hold them all.
@@ -98,6 +103,8 @@ def score_ids(session: Session, prefix: Sequence[int], ids: Sequence[int]) -> li
     for at in range(0, len(rows) - 1, session.max_rows):
         chunk = rows[at : min(at + session.max_rows, len(rows) - 1)]
         logits = session.step_all(chunk, "all")
+        if trace:
+            trace.add_apart(len(chunk))
         for number, row in enumerate(logits, at + 1):
             if number >= first:
                 nats.append(negative_log_likelihood(row, rows[number]))

@@ -100,6 +100,12 @@ class TraceWriter:
         self._parts.append(np.stack(found, axis=1) if found else empty)
         self._kept.append(rows if kept is None else kept)
 
+    def add_apart(self, rows: int) -> None:
+        """The last step's `rows` rows, as if each had been a step of its own."""
+        self.add(rows)
+        self._parts[-1:] = np.split(self._parts[-1], rows)
+        self._kept[-1:] = [1] * rows
+
     def trace(self) -> Trace:
         """Everything so far."""
         sizes = [len(part) for part in self._parts]

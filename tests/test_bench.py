@@ -11,7 +11,7 @@ import pytest
 
 from colibri import figures, machine
 from colibri.bench import Arm, Bench, Request, record_bytes
-from colibri.bench_cli import arms_of, request_of, require_writable
+from colibri.bench_cli import arms_of, request_of
 from colibri.bench_report import render
 from colibri.cli import main
 from colibri.container import Container
@@ -21,6 +21,7 @@ from colibri.limits import Limits
 from colibri.machine import Disk, DiskWay
 from colibri.model import available_isas
 from colibri.pagecache import evict
+from colibri.paths import require_writable
 from colibri.spread import Spread
 from colibri.trace import Trace
 
