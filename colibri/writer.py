@@ -106,6 +106,12 @@ class ShardWriter:
             begin = number * spec.piece
             self._write_piece(spec, number, view[begin : begin + spec.piece])
 
+    def leave_zero(self, name: str) -> None:
+        """Leave all of a tensor a hole in the file: it reads as zeros and takes no room."""
+        sizes = [self._image.place(name, piece)[1] for piece in range(len(self._sums[name]))]
+        sums = {size: crc32(bytes(size)) for size in set(sizes)}
+        self._sums[name] = [sums[size] for size in sizes]
+
     def _write_piece(self, spec: TensorSpec, piece: int, view: memoryview) -> None:
         offset, nbytes = self._image.place(spec.name, piece)
         if not 0 <= piece < spec.pieces or view.nbytes != nbytes:
@@ -142,6 +148,7 @@ class ShardWriter:
         sums = {name: [s or 0 for s in row] for name, row in self._sums.items()}
         self._write_at(0, memoryview(self._image.header(sums)))
         try:
+            os.truncate(self._file.fileno(), self._image.size)
             os.fsync(self._file.fileno())
             self._file.close()
             self._partial.replace(self.path)

@@ -17,6 +17,7 @@ from colibri.inventory import records_name
 from colibri.layout import Formats, plan_shards, record_layout
 from colibri.model import Model
 from colibri.session import Session
+from colibri.verify import verify
 
 maker = tool("make_bench_model")
 G64, ROW, INT8 = (Format.parse(text) for text in ("int4-g64", "int4", "int8"))
@@ -125,6 +126,26 @@ def test_real_shapes_have_the_bytes_of_their_names(shape, experts, touched, laye
     assert records == pytest.approx(experts, rel=0.01)
     token = dense - embedding + layers * config.num_experts_per_tok * one
     assert token == pytest.approx(touched, rel=0.01)
+
+
+def test_hollow_experts(made, tmp_path):
+    """Experts left as holes take no room, read as zeros, have checksums that hold, and everything
+    else is as in a model that has them."""
+    whole, hollow = made[0], tmp_path / "hollow"
+    formats = Formats(G64, ROW, INT8, G64)
+    assert maker.make_model(hollow, tiny.GROUPS, formats, 2, hollow=True) == made[1]
+    for path in hollow.glob("*.safetensors"):
+        assert path.stat().st_size == (whole / path.name).stat().st_size
+    name = next(hollow.glob("experts-*")).name
+    assert (hollow / name).stat().st_blocks < (whole / name).stat().st_blocks / 4
+    verdict = verify(hollow, deep=True)
+    assert [fault for fault in verdict.faults if "tokenizer" not in fault] == []
+    container, full = Container.open(hollow), Container.open(whole)
+    expert, head = "model.layers.2.mlp.experts.7.up_proj.weight", "lm_head.weight"
+    assert not container.read_array(expert).any() and full.read_array(expert).any()
+    assert np.array_equal(container.read_array(head), full.read_array(head))
+    model = Model.open(container)
+    assert np.isfinite(Session(model, 64, 16).prefill(list(range(3, 33)))).all()
 
 
 def test_what_cannot_be_written_is_refused(made, tmp_path, capsys, monkeypatch):

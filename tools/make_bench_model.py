@@ -1,11 +1,13 @@
 """Writes a model to measure: random weights of a real shape, in colibri's own container.
 
 python tools/make_bench_model.py DIR [--shape glm-bench-8g] [--experts int4-g64] [--dense int4-g64]
+python tools/make_bench_model.py DIR --shape glm-5.2 --hollow
 
 Codes are drawn as they are stored, so nothing is quantised and no more than one record or one
 matrix is in memory. The same arguments give the same bytes. There is no tokenizer: `colibri bench`
 feeds token ids. Such weights measure bytes and seconds; they say nothing about text, about how
-many drafts are accepted, or about which experts a real text asks for.
+many drafts are accepted, or about which experts a real text asks for. Hollow, all experts are
+zeros that take no room on the disk: GLM-5.2's full size, memory and computing in 10 GB of file.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from colibri.errors import ColibriError, UsageError
 from colibri.formats import Format, Kind
 from colibri.inventory import Entry, expert_shape, has_own_indexer, layers, records_name
 from colibri.layout import Formats, RecordLayout, ShardPlan, plan_shards, record_layout
+from colibri.shapes import PUBLISHED
 from colibri.writer import ShardWriter, write_file
 
 GLM_BENCH_8G: dict[str, Any] = {  # GLM-5.2's layout, narrower and shallower
@@ -82,7 +85,9 @@ GLM_BENCH_19M = GLM_BENCH_8G | {  # GLM-5.2's own widths: records of 19 MB, thre
     "indexer_types": ["full", "full", "full", "shared"],
     "num_nextn_predict_layers": 0,
 }
-SHAPES = {"glm-bench-8g": GLM_BENCH_8G, "glm-bench-19m": GLM_BENCH_19M}
+SHAPES = {
+    "glm-bench-8g": GLM_BENCH_8G, "glm-bench-19m": GLM_BENCH_19M, "glm-5.2": PUBLISHED["glm-5.2"],
+}  # fmt: skip
 
 # Deviation of codes drawn as the sum of two uniform numbers: 0..7 twice, 0..127 twice.
 _DEVIATION = {Kind.INT4: math.sqrt((8**2 - 1) / 6), Kind.INT8: math.sqrt((128**2 - 1) / 6)}
@@ -152,6 +157,7 @@ def make_model(
     formats: Formats,
     seed: int = 1,
     progress: Progress | None = None,
+    hollow: bool = False,
 ) -> int:
     """Write a container of `shape` (config.json fields) to `target`; returns its weights' bytes.
 
@@ -162,9 +168,12 @@ def make_model(
     owners = [n for n in layers(config, has_mtp) if has_own_indexer(config, n)]
     shards = plan_shards(config, formats, has_mtp, owners)
     total, done = sum(shard.nbytes for shard in shards), 0
-    _prepare(target, total)
+    records = {records_name(layer) for shard in shards for layer in shard.expert_layers}
+    holes = records if hollow else set()
+    real = sum(s.nbytes for shard in shards for s in shard.specs if s.name not in holes)
+    _prepare(target, real)
     for shard in shards:
-        _write_shard(target, shard, config, formats, seed)
+        _write_shard(target, shard, config, formats, seed, hollow)
         done += shard.nbytes
         if progress:
             progress(shard.name, done, total)
@@ -186,13 +195,15 @@ def _prepare(target: Path, total: int) -> None:
 
 
 def _write_shard(
-    target: Path, shard: ShardPlan, config: ModelConfig, formats: Formats, seed: int
+    target: Path, shard: ShardPlan, config: ModelConfig, formats: Formats, seed: int, hollow: bool
 ) -> None:
     with ShardWriter(target / shard.name, shard.specs, shard.metadata) as writer:
         for layer in shard.expert_layers:
             layout = record_layout(config, formats.of_experts(layer, config))
             name = records_name(layer)
-            for expert in range(config.n_routed_experts):
+            if hollow:
+                writer.leave_zero(name)
+            for expert in range(0 if hollow else config.n_routed_experts):
                 writer.write(name, draw_record(seed, name, expert, config, layout), expert)
         for entry in shard.entries:
             _write_entry(writer, entry, formats.of(entry, config), seed)
@@ -229,11 +240,12 @@ def main() -> int:
     parser.add_argument(
         "--shape", choices=SHAPES, default="glm-bench-8g",
         help="glm-bench-8g (default): 24 layers, 10 GB; glm-bench-19m: three sparse layers with "
-        "experts of 20 MB, as GLM-5.2 has them, 4.6 GB",
+        "experts of 20 MB, as GLM-5.2 has them, 4.6 GB; glm-5.2: all of it, 405 GB",
     )  # fmt: skip
     parser.add_argument("--experts", default="int4-g64", help="int4-g64 (default), int4-row, int8")
     parser.add_argument("--dense", default="int4-g64", help="everything else (default int4-g64)")
     parser.add_argument("--mtp", default="int8", help="the MTP layer (default int8)")
+    parser.add_argument("--hollow", action="store_true", help="experts are zeros, as holes")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     start = time.monotonic()
@@ -248,7 +260,7 @@ def main() -> int:
     try:
         dense = parse(args.dense)
         formats = Formats(parse(args.experts), dense, parse(args.mtp), dense)
-        make_model(args.target, SHAPES[args.shape], formats, args.seed, show)
+        make_model(args.target, SHAPES[args.shape], formats, args.seed, show, args.hollow)
     except (ColibriError, OSError) as why:
         print(f"make_bench_model: error: {why}", file=sys.stderr)
         return 1
