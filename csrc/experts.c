@@ -104,24 +104,23 @@ void clb_residency_free(clb_residency *r) {
 /* ---- heat ----------------------------------------------------------------------------------- */
 
 /* LRFU (Lee et al., IEEE Trans. Computers 50:12, 2001): each use of an expert adds to its heat, and
-   a use counts half after so many tokens. Instead of all heats shrinking, a use grows.
+   counts half after eight tokens. Instead of all heats shrinking, a use grows.
    A token's uses count once its step is over: an expert read for it is as cold as it was, so that
    those that are used once pass through a few slots and leave the others alone; where all are as
    hot as each other, too, because the last of them to come is the first to go. */
-enum { HALF_LIFE = 8 };
-static const double GROWTH = 1.0905077326652577; /* 2^(1 / HALF_LIFE) */
-static const double LATER = 1.0001; /* between two experts of a warm start: 7,000 are a half-life */
-static const double LARGE = 1e100;  /* all heats are divided, long before one overflows */
+static const double GROWTH = 1.0905077326652577; /* 2^(1/8), with every token */
+static const double LATER = 1.0001;  /* with every expert of a warm start: 7,000 are 8 tokens */
+static const double LARGE = 0x1p256; /* heats that reach it are divided by it, and so are all */
 
 /* So much more does a use count from now on. */
 static void age(clb_model *m, double growth) {
     clb_residency *r = m->residency;
     r->use *= growth;
     if (r->use < LARGE) return;
-    for (int64_t i = 0; i < m->layer_count * m->config.experts; i++) r->heat[i] /= r->use;
+    for (int64_t i = 0; i < m->layer_count * m->config.experts; i++) r->heat[i] /= LARGE;
     for (clb_slots *p = r->pools; p < r->pools + 2; p++)
-        for (int64_t i = 0; i < p->count + p->spare; i++) p->slots[i].heat /= r->use;
-    r->use = 1.0;
+        for (int64_t i = 0; i < p->count + p->spare; i++) p->slots[i].heat /= LARGE;
+    r->use /= LARGE;
 }
 
 static void set_heat(clb_model *m, int64_t layer, int64_t expert, double heat) {

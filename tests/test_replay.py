@@ -146,13 +146,18 @@ def test_enough_slots_miss_each_expert_once():
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A tiny model, steps of one and of several rows, some rejected: for each number of slots the
-    trace and the loads that the core counted."""
+def model(tmp_path_factory):
+    """A tiny model, its experts in records."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("plain", "own"))
     tiny.write(source, tiny.GROUPS, seed=5)
     convert_directory(source, target / "model", Formats(experts=Format.parse("int4-g8")))
-    model = Model.open(Container.open(target / "model"))
+    return Model.open(Container.open(target / "model"))
+
+
+@pytest.fixture(scope="module")
+def recorded(model):
+    """Steps of one and of several rows, some rejected: for each number of slots the trace and the
+    loads that the core counted."""
     found = {}
     for slots in (3, 5, 9, 16):
         model.set_residency("buffered", slots)
@@ -174,6 +179,23 @@ def test_replayed_lrfu_is_the_core(recorded):
         result = replay(trace, "lrfu", slots, "shared")
         assert result.lookups == counters["expert_uses"]
         assert result.lookups - result.hits == counters["expert_loads"]
+
+
+def test_replayed_lrfu_is_the_core_after_a_day(model):
+    """So too after 9,000 tokens, when a use has grown by more than a double can hold."""
+    model.set_residency("buffered", 5)
+    session, draw = Session(model, 32, 16), np.random.default_rng(8)
+    writer = TraceWriter(session)
+    for _ in range(9000 // 16):
+        session.step_all(draw.integers(3, 250, 16).tolist(), "none")
+        writer.add(16)
+        session.step_all([7], "none")  # a step counts the uses of the one before
+        writer.add(1, 0)
+        session.rewind(0)
+    trace, counters = writer.trace(), session.counters()
+    result = replay(trace, "lrfu", 5, "shared")
+    assert result.lookups == counters["expert_uses"]
+    assert result.lookups - result.hits == counters["expert_loads"] < 0.9 * result.lookups
 
 
 def test_saved_traces_come_back(recorded, tmp_path):

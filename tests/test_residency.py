@@ -144,25 +144,6 @@ def test_too_few_slots_still_hit(directory):
     assert counters["expert_loads"] < 0.75 * counters["expert_uses"]
 
 
-def test_heat_does_not_overflow(directory):
-    """After thousands of tokens, when all heats have been scaled down many times, the order is
-    still that of the latest uses."""
-    model = Model.open(Container.open(directory), mtp=False)
-    model.set_residency("direct", 16)
-    session = Session(model, 64, 32)
-    for _ in range(400):
-        session.rewind(0)
-        session.step_all(PROMPT, "none")
-    session.rewind(0)
-    session.step_all([200])
-    session.step_all([201])  # counts the uses of the one before
-    session.rewind(0)
-    first = chosen(session, 1)[0]
-    order = model.resident()
-    session.step_all([202])
-    assert len(first) == 24 and order == [pair for pair in order if pair in set(order)]
-
-
 def test_weights_that_choose_keys_are_counted_where_keys_are_chosen(directory):
     """Up to index_topk keys a step attends to all of them and does not read what would choose."""
     container = Container.open(directory)

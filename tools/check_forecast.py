@@ -47,7 +47,8 @@ def compare(container: Container, budgets: list[int], options: argparse.Namespac
         threads=(options.threads or physical_cores(),), sections=("stream",),
         repeat=options.runs, tokens=options.tokens,
     )  # fmt: skip
-    shape, where = of_container(container, mtp=False), recorded(container, request)
+    shape = of_container(container, mtp=False)
+    where = recorded(container, request, Arm(options.io, ram=max(budgets), pilot="off"))
     rounds = [
         _once(container, request, Arm(options.io, ram=size), shape, where)
         for _ in range(options.repeat)
@@ -61,9 +62,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def recorded(container: Container, request: Request) -> Locality:
-    """Which experts the bench's ids ask for, from a run of them with everything in memory."""
-    arm = Arm("buffered", slots=container.config.n_routed_experts, pilot="off")
+def recorded(container: Container, request: Request, arm: Arm) -> Locality:
+    """Which experts the bench's ids ask for, from a run of them."""
     bench = Bench(container, replace(request, arms=(arm,), repeat=1, trace=True), _say)
     bench.run()
     return of_trace(bench.trace, "the bench's ids")

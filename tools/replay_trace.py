@@ -10,7 +10,6 @@ the same number in total. Belady knows the future: no policy can do better.
 import argparse
 import heapq
 import json
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
@@ -20,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from colibri import locality
 from colibri.errors import ColibriError
-from colibri.locality import one_more_use
 from colibri.trace import Trace
 
 NEVER = sys.maxsize
@@ -150,10 +149,7 @@ class Slru(Policy):
 
 
 class Ranked(Policy):
-    """The resident expert of least rank leaves; ranks only change through `_rank`. Of equal values
-    the one ranked longest ago leaves first, or, if `_passing`, the latest."""
-
-    _passing = False
+    """The resident expert of least rank leaves; ranks only change through `_rank`."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -168,7 +164,8 @@ class Ranked(Policy):
         return len(self._ranks)
 
     def _rank(self, key: int, value: float) -> None:
-        self._clock += -1 if self._passing else 1
+        """Equal values: the one ranked longest ago leaves first."""
+        self._clock += 1
         self._ranks[key] = (value, self._clock)
         heapq.heappush(self._heap, (self._ranks[key], key))
 
@@ -208,26 +205,30 @@ class Lfu(Ranked):
         self._rank(key, -1)
 
 
-class Lrfu(Ranked):
-    """Uses count half after HALF_LIFE rows: what csrc/experts.c does."""
-
-    _passing = True
+class Lrfu(Policy):
+    """Uses count half after eight rows: what csrc/experts.c does."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._heat: defaultdict[int, float] = defaultdict(lambda: -math.inf)
-        self._rows = 0
+        self._pool = locality.Lrfu()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._pool
+
+    def __len__(self) -> int:
+        return len(self._pool)
 
     def admit(self, key: int, due: int) -> None:
-        self._rank(key, self._heat[key])
+        self._pool.admit(key)
 
     def row(self) -> None:
-        self._rows += 1
+        self._pool.row()
 
     def used(self, key: int, hit: bool) -> None:
-        self._heat[key] = one_more_use(self._heat[key], self._rows)
-        if key in self:
-            self._rank(key, self._heat[key])
+        self._pool.used(key)
+
+    def evict(self, pinned: Collection[int]) -> bool:
+        return self._pool.evict(pinned)
 
 
 class Belady(Ranked):

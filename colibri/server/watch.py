@@ -108,15 +108,15 @@ class Watch:
                 np.add.at(self._heat[row], used.ravel(), 1.0)
 
     def _residency(self) -> dict[str, Any]:
-        """A digit per expert and layer: 9 the most recent (or most used), 0 not in memory."""
+        """A digit per expert and layer: 9 the last to make room (or most used), 0 not in memory."""
         slots = _has_slots(self.engine)
-        heat = self._recency() if slots else self._heat
+        heat = self._ranks() if slots else self._heat
         most = float(heat.max()) or 1.0
         levels = np.ceil(9 * np.sqrt(np.minimum(heat / most, 1.0))).astype(int)
         rows = ["".join(_DIGITS[v] for v in row) for row in levels.tolist()]
         return {"kind": "resident" if slots else "use", "layers": self.layers, "rows": rows}
 
-    def _recency(self) -> np.ndarray:
+    def _ranks(self) -> np.ndarray:
         heat = np.zeros_like(self._heat)
         row_of = {layer: row for row, layer in enumerate(self.layers)}
         resident = self.engine.model.resident()

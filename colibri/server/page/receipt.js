@@ -96,7 +96,7 @@ function drawMap(residency, model) {
   pen.globalAlpha = 1;
   const share = ((100 * warm) / (width * height)).toFixed(0);
   const what = kind === "resident"
-    ? `${share}% of all experts are in memory (${model.io}, ${model.slots_per_layer} a layer), brighter: used later`
+    ? `${share}% of all experts are in memory (${model.io}, ${model.slots_per_layer} a layer), brighter: used more, or later`
     : `${share}% of all experts were used lately, brighter: more often; the page cache keeps them`;
   $("map-text").textContent = `Layers ${layers[0]} to ${layers[layers.length - 1]} downwards, `
     + `experts 0 to ${width - 1} across. ${what}.`;
