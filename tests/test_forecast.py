@@ -26,7 +26,8 @@ from colibri.forecast import (
 from colibri.info import info_of
 from colibri.knobs import Settings
 from colibri.layout import Formats
-from colibri.locality import TEXT, Locality, lrfu, of_trace
+from colibri.locality import TEXT, Locality, of_trace
+from colibri.lrfu import hit_rate
 from colibri.memory import RESERVE
 from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
@@ -139,8 +140,8 @@ def test_a_trace_replayed_by_hand(tmp_path):
     # Rows 3..5 count: look-ups (0:0)(1:1) (0:1)(1:0) (0:0)(1:1).
     # Two slots, before row 3: (1:0), used twice, and (1:1). (0:0) takes the slot of (1:1), (1:1)
     # that of (1:0), (0:1) that of (1:1), (1:0) that of (0:1); (0:0) is hit, (1:1) is not.
-    assert lrfu(trace, 1) == pytest.approx(1 / 6)
-    assert lrfu(trace, 2) == 1.0
+    assert hit_rate(trace, 1) == pytest.approx(1 / 6)
+    assert hit_rate(trace, 2) == 1.0
     trace.save(tmp_path / "t.npz")
     assert of_trace(Trace.load(tmp_path / "t.npz"), "t").hits(1, 3, 1) == pytest.approx(1 / 6)
 

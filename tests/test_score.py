@@ -16,7 +16,6 @@ from colibri.errors import Exit, UsageError
 from colibri.model import Model
 from colibri.score import Score, negative_log_likelihood, score_text
 from colibri.session import Session
-from colibri.tokenizer import Tokenizer
 from colibri.trace import Trace
 
 TEXT = "Luna was a small girl. She was brave and liked to play at the bridge. " * 3
@@ -122,18 +121,17 @@ def test_commands(command, demo_path, tmp_path):
     assert done.status == Exit.USAGE and "no token to score" in done.err
 
 
-def test_a_text_leaves_a_trace(command, demo_path, tmp_path):
+def test_a_text_leaves_a_trace(command, demo_path, demo_model, demo_tokenizer, tmp_path):
     """--trace keeps the experts of every token that ran, as steps of one row, and `plan` takes it;
     a place that cannot be written is refused before the text is read."""
     text, kept = tmp_path / "text.txt", tmp_path / "kept.trace"
     text.write_text(TEXT)
     run = ("score", str(demo_path), "--text", str(text), "--window", "50", "--trace")
     assert command(*run, str(kept)).status == Exit.OK
-    container = Container.open(demo_path)
-    session, ids = Session(Model.open(container), 64), Tokenizer.load(demo_path).encode(TEXT)
+    session, ids = Session(demo_model, 64), demo_tokenizer.encode(TEXT)
     rows = []
     for at in range(0, len(ids), 50):
-        part = [*raw_prompt("", Tokenizer.load(demo_path)), *ids[at : at + 50]][:-1]
+        part = [*raw_prompt("", demo_tokenizer), *ids[at : at + 50]][:-1]
         session.rewind(0)
         session.step_all(part, "none")
         rows.append(session.experts(1, len(part)))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from colibri import locality
+from colibri import lrfu
 from colibri.errors import ColibriError
 from colibri.trace import Trace
 
@@ -210,7 +210,7 @@ class Lrfu(Policy):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._pool = locality.Lrfu()
+        self._pool = lrfu.Lrfu()
 
     def __contains__(self, key: int) -> bool:
         return key in self._pool
