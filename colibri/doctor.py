@@ -149,8 +149,9 @@ class Doctor:
         shape = of_container(self.container, self.settings.mtp and self.settings.draft != 0)
         forecaster = Forecaster(shape, Speeds(1, 1e10, 1e9))
         budget = memory.budget(self.settings.ram, self.root).bytes
-        context = forecaster.context(budget, self.settings.context)
-        here = forecaster.forecast(budget, min(4096, context), context, self.settings.io)
+        io = self.settings.io
+        context = forecaster.context(budget, self.settings.context, io)
+        here = forecaster.forecast(budget, min(4096, context), context, io)
         experts = shape.config.n_routed_experts
         used = shape.config.num_experts_per_tok
         some = f"{number(here.slots)} of {experts} experts a layer"

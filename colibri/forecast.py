@@ -87,7 +87,7 @@ class Forecaster:
 
     # ---- where things go --------------------------------------------------------------------
 
-    def context(self, budget: int, asked: int | None = None) -> int:
+    def context(self, budget: int, asked: int | None = None, io: str = "auto") -> int:
         """The context the engine would choose; UsageError when not even the weights fit."""
         shape = self.shape
         limit = shape.config.max_position_embeddings
@@ -105,7 +105,7 @@ class Forecaster:
             default(limit, room // shape.token_bytes),
             lambda size: self.demand(size, budget),
             budget,
-            "auto",
+            io,
             RESERVE,
         )
 

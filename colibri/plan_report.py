@@ -58,7 +58,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
 
 def _divided(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> tuple[int, Plan]:
     """The context that fits, and what goes where; UsageError when nothing does."""
-    context = forecaster.context(nbytes, asked)
+    context = forecaster.context(nbytes, asked, io)
     return context, make_plan(forecaster.demand(context, nbytes), nbytes, io, RESERVE)
 
 
@@ -80,7 +80,7 @@ def _too_small(
     if not fits(high):
         return None  # no amount of memory helps
     least = bisect_left(range(high), True, low, key=fits)
-    context = forecaster.context(least * unit, asked)
+    context = forecaster.context(least * unit, asked, io)
     session = forecaster.demand(context, least * unit).session
     return UsageError(
         f"{shape.name} does not fit {memory_size(budget.bytes)} ({budget.source}): dense weights "
@@ -101,7 +101,7 @@ def _sizes(forecaster: Forecaster, budget: Budget, asked: int | None) -> list[in
 
 def _row(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> dict[str, Any]:
     try:
-        context = forecaster.context(nbytes, asked)
+        context = forecaster.context(nbytes, asked, io)
         length = min(LENGTH, context)
         return forecaster.forecast(nbytes, length, context, io).as_dict() | {"error": None}
     except UsageError as error:

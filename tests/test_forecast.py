@@ -29,6 +29,7 @@ from colibri.layout import Formats
 from colibri.locality import TEXT, Locality, of_trace
 from colibri.lrfu import hit_rate
 from colibri.memory import RESERVE
+from colibri.plan import make_plan
 from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
@@ -271,6 +272,18 @@ def test_what_does_not_fit(glm):
         forecaster.context(16 * GIB)
     with pytest.raises(UsageError, match="--ctx is 2000000, and this model handles 1048576"):
         forecaster.context(64 * GIB, 2_000_000)
+
+
+def test_a_context_leaves_room_for_the_slots_that_are_asked_for(glm):
+    """With --io direct a context is as short as one slot a layer asks for, as in the engine; where
+    the page cache may hold the experts it need not be."""
+    forecaster, shorter = Forecaster(glm, SLOW), 0
+    for tenths in range(205, 240):
+        budget = tenths * GIB // 10
+        size = forecaster.context(budget, io="direct")
+        shorter += size < forecaster.context(budget)
+        assert make_plan(forecaster.demand(size, budget), budget, "direct", RESERVE)
+    assert shorter
 
 
 def test_rows_of_the_tables():
