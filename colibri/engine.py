@@ -29,11 +29,13 @@ from colibri.paths import expanded
 from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.reading import choose
 from colibri.sampling import Sampler, SamplingParams
-from colibri.session import Session, rows_of
+from colibri.session import Session, more_rows, rows_of
 from colibri.state import State
 from colibri.tokenizer import Tokenizer
 from colibri.turn import Progress, Turn
 from colibri.verification import Mode
+
+_SEVERAL = 4  # conversations of a server that was not told how many, memory permitting
 
 
 def model_directory(settings: Settings) -> Path:
@@ -117,6 +119,7 @@ class Engine:
         engine = cls(container, model, settings, size, rows)
         if settings.context is None:
             engine._fit_context(memory)
+        engine._widen_steps(memory, conversations or _SEVERAL)
         engine._divide(memory, conversations)  # a refusal comes before what takes minutes
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
@@ -137,6 +140,17 @@ class Engine:
         if self.context < size:
             self.slot = self.new_slot()
 
+    def _widen_steps(self, memory: Budget, conversations: int) -> None:
+        """Steps of more rows, where there is memory for them."""
+
+        def taken(rows: int) -> int:
+            return Session(self.model, self.context, rows).bytes * conversations
+
+        least, room = self._rows, memory.bytes - self.demand().dense - RESERVE
+        self._rows = more_rows(least, room, taken)
+        if self._rows > least:
+            self.slot = self.new_slot()
+
     def _divide(
         self,
         memory: Budget,
@@ -146,7 +160,7 @@ class Engine:
         """What goes where; UsageError when it does not fit. `streamed` as make_plan has it."""
         dense = self.demand().dense
         fit = (memory.bytes - dense - RESERVE) // 4 // self.slot.session.bytes
-        self.conversations = conversations or max(1, min(4, fit))
+        self.conversations = conversations or max(1, min(_SEVERAL, fit))
         return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, streamed)
 
     @property

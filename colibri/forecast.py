@@ -20,7 +20,7 @@ from colibri.model import PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
 from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
 from colibri.segments import distinct
-from colibri.session import rows_of
+from colibri.session import more_rows, rows_of
 from colibri.shapes import Shape, Work, of_container
 
 ACCEPTED = 0.85  # of first drafts, as published for GLM-5.2 (85 to 88%)
@@ -112,16 +112,24 @@ class Forecaster:
     def demand(self, context: int, budget: int) -> Demand:
         """What the model and one session of it ask for in so many bytes."""
         shape = self.shape
-        rows = rows_of(shape.files, budget)
         return Demand.of(
             shape.config,
             dense=shape.resident,
-            session=session_bytes(shape, context, self.speeds.threads, rows),
+            session=self._session(context, self.rows(context, budget)),
             container=shape.files,
             slot=shape.expert.total,
             mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
             spares=self.spares,
         )
+
+    def rows(self, context: int, budget: int) -> int:
+        """Rows of a step, as the engine chooses them."""
+        room = budget - self.shape.resident - RESERVE
+        least = rows_of(self.shape.files, budget)
+        return more_rows(least, room, lambda rows: self._session(context, rows))
+
+    def _session(self, context: int, rows: int) -> int:
+        return session_bytes(self.shape, context, self.speeds.threads, rows)
 
     def whole(self, context: int) -> int:
         """The budget that holds every expert."""
@@ -148,7 +156,7 @@ class Forecaster:
         demand = self.demand(context, budget)
         plan = make_plan(demand, budget, io, RESERVE)
         slots = self.slots(plan, demand)
-        shape, config = self.shape, self.shape.config
+        config = self.shape.config
         used = config.num_experts_per_tok
         hits = self.locality.hits(slots, config.n_routed_experts, used)
         parts = self.step(hits, length)
@@ -166,7 +174,7 @@ class Forecaster:
             parts=parts,
             rate=1 / parts.seconds,
             drafted=self._drafted(hits, length, slots),
-            first_token=self.prefill(length, slots, rows_of(shape.files, budget)) + parts.head,
+            first_token=self.prefill(length, slots, self.rows(context, budget)) + parts.head,
         )
 
     def step(self, hits: float, position: int, rows: int = 1) -> Parts:

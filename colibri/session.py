@@ -15,6 +15,10 @@ ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait f
 # Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
 # GLM-5.2 0.2 GiB of scratch, and a prompt reads its experts a quarter as often.
 STREAMED_ROWS = 512
+# And so on, where there is room: 1.1 GiB for 2,048 rows of GLM-5.2. Eight cores with VNNI compute
+# these as long as 6 GB/s take to read all experts.
+MOST_ROWS = 2048
+_SHARE = 32  # 1/32 of what is left for experts may go into more than STREAMED_ROWS
 _LARGE = 64 << 30  # bytes of weights from which the same holds of reading them from memory
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
@@ -359,12 +363,25 @@ def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
 
 
 def rows_of(container: int, memory: int) -> int:
-    """Rows of a step for a model of so many bytes in so much memory.
+    """Rows of a step for a model of so many bytes in so much memory, at the least.
 
     Many rows meet nearly all experts: of a model that is read from disk, or is large, they are
     better read once for 512 rows than four times.
     """
     return ROWS if container <= min(memory, _LARGE) else STREAMED_ROWS
+
+
+def more_rows(rows: int, room: int, taken: Callable[[int], int]) -> int:
+    """Rows of a step, doubled from STREAMED_ROWS while that takes little of the room.
+
+    `room`: bytes beside the weights; `taken(rows)`: bytes of all sessions with such steps.
+    """
+    if rows < STREAMED_ROWS:
+        return rows
+    least = taken(rows)
+    while rows < MOST_ROWS and (taken(2 * rows) - least) * _SHARE <= room - least:
+        rows *= 2
+    return rows
 
 
 def _free(freed: list[bool], handle: Any) -> None:

@@ -17,7 +17,7 @@ from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
 from colibri.model import Model
-from colibri.session import STREAMED_ROWS
+from colibri.session import more_rows
 from colibri.turn import Turn
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -150,12 +150,24 @@ def test_a_model_larger_than_memory_reads_prompts_in_larger_chunks(engine, monke
     """Each chunk of a prompt reads nearly all experts, so there are fewer; the text is the same."""
     monkeypatch.setattr(Contents, "bytes", 1 << 50)
     other = Engine.open(Settings.resolve({"temperature": "0", "threads": "1"}, {}))
-    assert other.slot.session.max_rows == STREAMED_ROWS > engine.slot.session.max_rows
+    assert other.slot.session.max_rows == other.context > engine.slot.session.max_rows
     long = [{"role": "user", "content": "Tell me. " * 150}]
     turns = [e.answer(e.chat(long), e.new_slot(), max_tokens=8) for e in (engine, other)]
     assert finish(turns[0]) == finish(turns[1])
     forwards = [turn.receipt.prompt_counters["forwards"] for turn in turns]
-    assert forwards == [5, 2] and turns[0].receipt.prompt_tokens == 606
+    assert forwards == [5, 1] and turns[0].receipt.prompt_tokens == 606
+
+
+def test_larger_chunks_take_little_of_the_room():
+    """Rows double while the scratch that it takes more is at most 1/32 of what is left for experts;
+    steps that are not of many rows stay as they are."""
+
+    def taken(rows: int) -> int:
+        return 1000 + rows
+
+    wanted = [1000 + 512 + 32 * more for more in (511, 512, 1535, 1536, 100_000)]
+    assert [more_rows(512, room, taken) for room in wanted] == [512, 1024, 1024, 2048, 2048]
+    assert more_rows(128, 1 << 40, taken) == 128 and more_rows(512, 0, taken) == 512
 
 
 def test_a_cancel_as_the_turn_begins(engine, monkeypatch):
