@@ -10,7 +10,7 @@ import numpy as np
 from colibri import elementary
 from colibri.chat import raw_prompt
 from colibri.errors import UsageError
-from colibri.session import Session
+from colibri.session import STREAMED_ROWS, Session
 from colibri.tokenizer import Tokenizer
 from colibri.trace import TraceWriter
 
@@ -100,8 +100,9 @@ def score_ids(
     rows = [*prefix, *ids]
     first = max(len(prefix), 1)  # the first token that has one before it
     nats = []
-    for at in range(0, len(rows) - 1, session.max_rows):
-        chunk = rows[at : min(at + session.max_rows, len(rows) - 1)]
+    most = min(session.max_rows, STREAMED_ROWS)  # each of them has logits: 0.6 MB of GLM-5's
+    for at in range(0, len(rows) - 1, most):
+        chunk = rows[at : min(at + most, len(rows) - 1)]
         logits = session.step_all(chunk, "all")
         if trace:
             trace.add_apart(len(chunk))
