@@ -118,8 +118,7 @@ static void age(clb_model *m, double growth) {
     r->use *= growth;
     if (r->use < LARGE) return;
     for (int64_t i = 0; i < m->layer_count * m->config.experts; i++) r->heat[i] /= LARGE;
-    for (clb_slots *p = r->pools; p < r->pools + 2; p++)
-        for (int64_t i = 0; i < p->count + p->spare; i++) p->slots[i].heat /= LARGE;
+    for (int i = 0; i < 2; i++) clb_slots_cool(&r->pools[i], LARGE);
     r->use /= LARGE;
 }
 

@@ -128,6 +128,15 @@ void clb_slots_heat(clb_slots *p, int32_t i, double heat) {
     if (s->place != CLB_NONE) settle(p, s->place, i);
 }
 
+void clb_slots_cool(clb_slots *p, double by) {
+    int32_t n = p->heap_count;
+    for (int64_t i = 0; i < p->count + p->spare; i++) p->slots[i].heat /= by;
+    for (p->heap_count = 0; p->heap_count < n;) { /* the least became as cold as each other */
+        int32_t place = p->heap_count++;
+        settle(p, place, p->heap[place]);
+    }
+}
+
 void clb_slots_pin(clb_slots *p, int32_t i) {
     p->slots[i].pins++;
     leave_heap(p, i);

@@ -47,6 +47,7 @@ int32_t clb_slots_open(clb_slots *slots, int64_t slot_bytes, int64_t count, int6
                        clb_error *error);
 void clb_slots_close(clb_slots *slots);
 void clb_slots_heat(clb_slots *slots, int32_t i, double heat);
+void clb_slots_cool(clb_slots *slots, double by); /* divides all heats */
 void clb_slots_pin(clb_slots *slots, int32_t i);
 void clb_slots_unpin(clb_slots *slots, int32_t i);
 void clb_slots_read(clb_slots *slots, int32_t i); /* one of reads_left is done */

@@ -132,6 +132,36 @@ def test_coldest_goes_first(directory):
         assert model.resident() == hottest and len(hottest) == room
 
 
+def test_coldest_goes_first_when_heats_are_gone(directory):
+    """So too after 11,000 tokens, when what was not used since is 0, all of it alike."""
+    model = Model.open(Container.open(directory), mtp=False)
+    session = Session(model, 520, 512)
+
+    def ask(rounds: int) -> None:
+        for _ in range(rounds):
+            session.step_all([7] * 512, "none")
+            session.step_all([7], "none")  # a step counts the uses of the one before
+            session.rewind(0)
+
+    model.set_residency("buffered", 16)
+    ask(1)
+    used = model.resident()
+    config = model.config
+    sparse = [n for n in range(config.num_hidden_layers) if model.container.sparse[n]]
+    pairs = [(layer, expert) for layer in sparse for expert in range(config.n_routed_experts)]
+    model.set_residency("buffered", 12)
+    room = 12 * len(sparse)
+    unused = [pair for pair in pairs if pair not in used]
+    model.warm([*used, *unused[: room - len(used)]])
+    ask(21)
+    before = model.resident()
+    assert len(before) == room and set(used) < set(before)
+    for pair in [pair for pair in pairs if pair not in before]:
+        model.warm([pair])
+        assert set(before) - set(model.resident()) == {before[-1]}
+        before = model.resident()
+
+
 def test_too_few_slots_still_hit(directory):
     """With fewer slots than a token uses experts, one token after another finds some of its
     experts: the others pass through a few slots."""
