@@ -125,7 +125,8 @@ class Model:
         return [(int(layer), int(expert)) for layer, expert in pairs[:count]]
 
     def warm(self, experts: list[tuple[int, int]]) -> None:
-        """Read experts into slots, in the order given; the last becomes the hottest."""
+        """Read experts into slots, in the order given; of those colder than one use, the last
+        becomes the hottest."""
         pairs = np.array(experts, np.int32).reshape(-1, 2)
         error = ffi.new("clb_error *")
         code = lib.clb_model_warm(

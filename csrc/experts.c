@@ -378,7 +378,7 @@ static bool has_expert(const clb_model *m, int32_t layer, int32_t expert) {
            expert < m->config.experts;
 }
 
-/* As hot as one use makes it, at the least, and each hotter than the one before. */
+/* As hot as one use makes it, at the least; each that was colder is hotter than the one before. */
 static void warm_up(clb_model *m, int32_t layer, int32_t expert) {
     double heat = *clb_heat(m, layer, expert);
     age(m, LATER);
