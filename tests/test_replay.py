@@ -182,11 +182,11 @@ def test_replayed_lrfu_is_the_core(recorded):
 
 
 def test_replayed_lrfu_is_the_core_after_a_day(model):
-    """So too after 9,000 tokens, when a use has grown by more than a double can hold."""
+    """So too after 4,500 tokens, when all heats have been divided twice."""
     model.set_residency("buffered", 5)
     session, draw = Session(model, 32, 16), np.random.default_rng(8)
     writer = TraceWriter(session)
-    for _ in range(9000 // 16):
+    for _ in range(4500 // 16):
         session.step_all(draw.integers(3, 250, 16).tolist(), "none")
         writer.add(16)
         session.step_all([7], "none")  # a step counts the uses of the one before
