@@ -12,6 +12,7 @@ from colibri.container import Container
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.formats import MatrixRef
 from colibri.knobs import BY_NAME
+from colibri.plan import pools
 
 INDEX_EPS = 1e-6  # the indexer's LayerNorm, in every implementation of the architecture
 _IO = {
@@ -101,9 +102,9 @@ class Model:
         disk is idle) or fed (guesses come from `feed_pilot`).
         """
         error = ffi.new("clb_error *")
-        slots = round(slots_per_layer * self.config.sparse_layer_count)
+        slots, mtp_slots = pools(slots_per_layer, self.config.sparse_layer_count)
         code = lib.clb_model_set_residency(
-            self.handle, _IO[io], slots, int(slots_per_layer), _PILOT[pilot], error
+            self.handle, _IO[io], slots, mtp_slots, _PILOT[pilot], error
         )
         check(code, error)
 
@@ -122,6 +123,8 @@ class Model:
         pairs = np.empty((most, 2), np.int32)
         out = ffi.from_buffer("int32_t[]", pairs)
         count = lib.clb_model_resident(self.handle, out, most)
+        if count < 0:
+            raise CoreError("out of memory for a list of the experts in memory; free some")
         return [(int(layer), int(expert)) for layer, expert in pairs[:count]]
 
     def warm(self, experts: list[tuple[int, int]]) -> None:

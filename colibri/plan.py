@@ -126,8 +126,14 @@ def _slots(demand: Demand, left: int) -> tuple[float, int]:
     return whole + more / demand.layers, spare
 
 
-def _slots_bytes(demand: Demand, slots: float) -> int:
-    return round(slots * demand.layers) * demand.slot + int(slots) * demand.mtp_slot
+def pools(slots_per_layer: float, layers: int) -> tuple[int, int]:
+    """Slots of the `layers` sparse main layers together, and of the MTP layer."""
+    return round(slots_per_layer * layers), int(slots_per_layer)
+
+
+def _slots_bytes(demand: Demand, slots_per_layer: float) -> int:
+    slots, mtp_slots = pools(slots_per_layer, demand.layers)
+    return slots * demand.slot + mtp_slots * demand.mtp_slot
 
 
 def _choose(demand: Demand, left: int, fits: float, streamed: Callable[[], str]) -> str:

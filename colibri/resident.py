@@ -11,6 +11,7 @@ from pathlib import Path
 
 from colibri.engine import Engine
 from colibri.errors import ColibriError, StateError
+from colibri.plan import pools
 from colibri.state import State, make_directory, read_document, write_document
 from colibri.turn import Progress
 
@@ -68,12 +69,12 @@ class Resident:
     def _that_fit(self, pairs: list[Pair]) -> list[Pair]:
         engine, config = self._engine, self._engine.container.config
         assert engine.plan is not None
-        slots, mtp = engine.plan.slots_per_layer, config.num_hidden_layers
-        room = round(slots * config.sparse_layer_count)
+        mtp = config.num_hidden_layers
+        slots, mtp_slots = pools(engine.plan.slots_per_layer, config.sparse_layer_count)
         sparse = engine.container.sparse[: engine.model.layers]
         main = [p for p in pairs if 0 <= p[0] < mtp and sparse[p[0]]]
         drafts = [p for p in pairs if p[0] == mtp < len(sparse)]
-        kept = {*main[:room], *drafts[: int(slots)]}
+        kept = {*main[:slots], *drafts[:mtp_slots]}
         return [p for p in pairs if p in kept and 0 <= p[1] < config.n_routed_experts]
 
     # ---- reading them again -----------------------------------------------------------------

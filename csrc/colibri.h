@@ -96,7 +96,7 @@ int32_t clb_model_feed_pilot(clb_model *model, const int32_t *guesses, int64_t c
                              clb_error *error);
 
 /* The experts in slots as (layer, expert) pairs, hottest first; returns how many there
-   are, and fills at most `most`. */
+   are, and fills at most `most`. -1: out of memory. */
 int64_t clb_model_resident(clb_model *model, int32_t *pairs, int64_t most);
 /* Reads experts into slots in the order given; each is then as hot as one use makes it, if it was
    colder, and hotter than those before that were colder, too. */

@@ -356,7 +356,7 @@ static int64_t list_resident(const clb_model *m, int32_t *pairs, int64_t most) {
     const clb_slots *pools = m->residency->pools;
     int64_t slots = pools[0].count + pools[0].spare + pools[1].count + pools[1].spare, n = 0;
     resident *list = malloc((size_t)(slots + 1) * sizeof *list);
-    if (!list) return 0;
+    if (!list) return -1;
     for (int i = 0; i < 2; i++) n += list_pool(m, &pools[i], list + n);
     for (int64_t i = 0; i < n && i < most; i++) {
         pairs[2 * i] = list[i].layer;
