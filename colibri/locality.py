@@ -1,7 +1,7 @@
 """How often an expert is still in memory: what is known of texts, or a trace tells."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -10,6 +10,8 @@ from colibri.lrfu import hit_rate
 
 if TYPE_CHECKING:
     from colibri.trace import Trace
+
+Report = Callable[[int, int], None]  # (numbers of slots replayed, of how many)
 
 # Of the experts of a token, those the token before it used in the same layer: published for
 # GLM-5.2 (28 to 36%).
@@ -53,9 +55,13 @@ class Locality:
 TEXT = Locality()
 
 
-def of_trace(trace: "Trace", name: str) -> Locality:
+def of_trace(trace: "Trace", name: str, report: Report | None = None) -> Locality:
     """Hit rates that the engine's own rule would have had on a recorded trace."""
     used = trace.experts.shape[2]
     sizes = sorted({max(1, trace.count * part // 16) for part in (1, 2, 3, 4, 6, 8, 12)} | {used})
-    points = [(slots, hit_rate(trace, slots)) for slots in sizes if slots < trace.count]
+    points = []
+    for slots in [size for size in sizes if size < trace.count]:
+        points.append((slots, hit_rate(trace, slots)))
+        if report:
+            report(len(points), len(sizes))
     return Locality(f"as in {name}", None, points)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
     from colibri.container import Container
+    from colibri.locality import Report
     from colibri.probe import DiskSpeed, Speeds
     from colibri.shapes import Shape
 
@@ -66,13 +68,17 @@ def command(model: str | None, as_json: bool, **values: Any) -> int:
     settings = settings_of(values, model)
     from colibri.plan_report import render
 
-    tree = plan_tree(settings, values)
+    terminal = Terminal.of(settings.screen)
+    tree = plan_tree(settings, values, partial(terminal.progress, "replaying the trace"))
     text = json.dumps(tree, indent=1, allow_nan=False) if as_json else render(tree)
-    Terminal.of(settings.screen).write(text + "\n")
+    terminal.clear()
+    terminal.write(text + "\n")
     return 0
 
 
-def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+def plan_tree(
+    settings: Settings, options: dict[str, Any], replayed: "Report | None" = None
+) -> dict[str, Any]:
     """The report that settings and options ask for."""
     from colibri import demo, locality
     from colibri.container import Container
@@ -100,7 +106,7 @@ def plan_tree(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
             shape = replace(shape, name="the demo model")
     where, trace = locality.TEXT, options["trace"]
     if trace:
-        where = locality.of_trace(Trace.load(trace), trace.name)
+        where = locality.of_trace(Trace.load(trace), trace.name, replayed)
     forecaster = Forecaster(shape, _speeds(settings, options, shape, container), where)
     return report(forecaster, budget(settings.ram), settings.context, settings.io)
 
