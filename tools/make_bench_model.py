@@ -169,9 +169,8 @@ def make_model(
     shards = plan_shards(config, formats, has_mtp, owners)
     total, done = sum(shard.nbytes for shard in shards), 0
     records = {records_name(layer) for shard in shards for layer in shard.expert_layers}
-    holes = records if hollow else set()
-    real = sum(s.nbytes for shard in shards for s in shard.specs if s.name not in holes)
-    _prepare(target, real)
+    specs = [spec for shard in shards for spec in shard.specs]
+    _prepare(target, sum(s.nbytes for s in specs if not (hollow and s.name in records)))
     for shard in shards:
         _write_shard(target, shard, config, formats, seed, hollow)
         done += shard.nbytes
@@ -203,7 +202,8 @@ def _write_shard(
             name = records_name(layer)
             if hollow:
                 writer.leave_zero(name)
-            for expert in range(0 if hollow else config.n_routed_experts):
+                continue
+            for expert in range(config.n_routed_experts):
                 writer.write(name, draw_record(seed, name, expert, config, layout), expert)
         for entry in shard.entries:
             _write_entry(writer, entry, formats.of(entry, config), seed)
