@@ -15,8 +15,8 @@ ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait f
 # Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
 # GLM-5.2 0.2 GiB of scratch, and a prompt reads its experts a quarter as often.
 STREAMED_ROWS = 512
-# And so on, where there is room: 1.1 GiB for 2,048 rows of GLM-5.2. Eight cores with VNNI compute
-# these as long as 6 GB/s take to read all experts.
+# And so on, where there is room: 0.9 GiB more for 2,048 rows of GLM-5.2. Eight cores with VNNI
+# compute these as long as 6 GB/s take to read all experts.
 MOST_ROWS = 2048
 _SHARE = 32  # 1/32 of what is left for experts may go into more than STREAMED_ROWS
 _LARGE = 64 << 30  # bytes of weights from which the same holds of reading them from memory
