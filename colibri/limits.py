@@ -28,8 +28,10 @@ class Limits:
 
     def measure_cores(self, threads: int) -> None:
         """Memory bandwidth and dot products of so many threads, once more."""
-        seconds = 0.1 if self._quick else 0.5
-        rate = machine.read_bandwidth(threads, seconds)
+        seconds, size = 0.5, machine.MEMORY_BYTES
+        if self._quick:
+            seconds, size = seconds / 5, size // 4
+        rate = machine.read_bandwidth(threads, seconds, size)
         self._memory.setdefault(threads, []).append(rate)
         rate = machine.dot_peak(self.isa, threads, seconds)
         self._dots.setdefault(threads, []).append(rate)

@@ -9,7 +9,7 @@ import re
 import pytest
 from toolbox import tool
 
-from colibri import probe
+from colibri import machine, probe
 from colibri.probe import DiskSpeed, Speeds
 from colibri.shapes import PUBLISHED
 
@@ -24,6 +24,8 @@ def still(monkeypatch):
     monkeypatch.setattr(probe, "bandwidth", lambda *arguments: 20e9)
     monkeypatch.setattr(probe, "disk_of", lambda *arguments: DiskSpeed(2e9, 1e-4))
     monkeypatch.setattr(probe, "step_seconds", lambda *arguments: 1e-3)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *arguments: 20e9)
+    monkeypatch.setattr(machine, "dot_peak", lambda *arguments: 20e9)
 
 
 def tree(command, *arguments: str) -> dict:

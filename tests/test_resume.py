@@ -87,11 +87,11 @@ def test_threads_and_groups_change_nothing(source, tmp_path, whole):
 @pytest.mark.parametrize("power", [False, True], ids=["kill", "power"])
 @pytest.mark.parametrize("delete", [False, True], ids=["keep", "delete"])
 def test_killed_anywhere(source, tmp_path, whole, delete, power):
-    """Killed at 9 random writes, syncs or renames, or cut off from power there: the next run
+    """Killed at 6 random writes, syncs or renames, or cut off from power there: the next run
     completes to identical files. Twice, half of the time, before it may complete."""
     rng = random.Random(f"{delete} {power}")
     events = events_of(source, tmp_path / "count")
-    for round_ in range(9):
+    for round_ in range(6):
         mine, target = tmp_path / f"source{round_}", tmp_path / f"out{round_}"
         shutil.copytree(source, mine)
         for _ in range(rng.choice((1, 2))):
