@@ -29,6 +29,7 @@ from colibri.paths import expanded
 from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.reading import choose
 from colibri.sampling import Sampler, SamplingParams
+from colibri.scratch import Scratch
 from colibri.session import Session, more_rows, rows_of
 from colibri.state import State
 from colibri.tokenizer import Tokenizer
@@ -84,14 +85,13 @@ class Engine:
         self.container = container
         self.model = model
         self.settings = settings
-        self.context, self._rows = size, rows
         self.tokenizer = Tokenizer.load(container.directory)
         self.template = Template.load(container.directory)
         self.stops = container.config.eos_token_ids | self.tokenizer.eos_ids
         self.sampling, self.recommended = generation.sampling(settings, container.directory)
         self.load_seconds = 0.0
         self.plan: Plan | None = None
-        self.slot = self.new_slot()
+        self._shape(size, rows)
         self.conversations = 1  # slots the plan has room for
         self.tokenizer.require_rows(container.config.vocab_size, container.directory)
 
@@ -119,11 +119,12 @@ class Engine:
         engine = cls(container, model, settings, size, rows)
         if settings.context is None:
             engine._fit_context(memory)
-        engine._widen_steps(memory, conversations or _SEVERAL)
-        engine._divide(memory, conversations)  # a refusal comes before what takes minutes
+        engine.conversations = conversations or engine._several(memory)
+        engine._widen_steps(memory)
+        engine._divide(memory)  # a refusal comes before what takes minutes
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
-        engine.plan = engine._divide(memory, conversations, lambda: choose(container, state))
+        engine.plan = engine._divide(memory, lambda: choose(container, state))
         pilot = "router" if engine.plan.pilot else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
@@ -133,34 +134,40 @@ class Engine:
         """Shorten a context that nobody asked for to what fits."""
 
         def demand(size: int) -> Demand:
-            return replace(self.demand(), session=Session(self.model, size, self._rows).bytes)
+            session = Session(self.model, size, self._rows)
+            return replace(self.demand(), caches=session.bytes, scratch=session.scratch.bytes)
 
         size, io = self.context, self.settings.io
-        self.context = fitting_context(size, demand, memory.bytes, io, RESERVE)
-        if self.context < size:
-            self.slot = self.new_slot()
+        fits = fitting_context(size, demand, memory.bytes, io, RESERVE)
+        if fits < size:
+            self._shape(fits, self._rows)
 
-    def _widen_steps(self, memory: Budget, conversations: int) -> None:
+    def _several(self, memory: Budget) -> int:
+        """Conversations of a server that was not told how many: a few, in a quarter of the room."""
+        demand = self.demand()
+        room = memory.bytes - demand.dense - demand.scratch - RESERVE
+        return max(1, min(_SEVERAL, room // 4 // self.slot.session.bytes))
+
+    def _widen_steps(self, memory: Budget) -> None:
         """Steps of more rows, where there is memory for them."""
 
         def taken(rows: int) -> int:
-            return Session(self.model, self.context, rows).bytes * conversations
+            session = Session(self.model, self.context, rows)
+            return session.bytes * self.conversations + session.scratch.bytes
 
         least, room = self._rows, memory.bytes - self.demand().dense - RESERVE
-        self._rows = more_rows(least, room, taken)
-        if self._rows > least:
-            self.slot = self.new_slot()
+        rows = more_rows(least, room, taken)
+        if rows > least:
+            self._shape(self.context, rows)
 
-    def _divide(
-        self,
-        memory: Budget,
-        conversations: int | None,
-        streamed: Callable[[], str] = lambda: "direct",
-    ) -> Plan:
+    def _shape(self, context: int, rows: int) -> None:
+        """Slots of such a context and steps of so many rows; all of them share one scratch."""
+        self.context, self._rows = context, rows
+        self._scratch = Scratch(self.model, context, min(rows, context))
+        self.slot = self.new_slot()
+
+    def _divide(self, memory: Budget, streamed: Callable[[], str] = lambda: "direct") -> Plan:
         """What goes where; UsageError when it does not fit. `streamed` as make_plan has it."""
-        dense = self.demand().dense
-        fit = (memory.bytes - dense - RESERVE) // 4 // self.slot.session.bytes
-        self.conversations = conversations or max(1, min(_SEVERAL, fit))
         return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, streamed)
 
     @property
@@ -182,7 +189,8 @@ class Engine:
         return Demand.of(
             self.container.config,
             dense=self.model.dense_bytes or context.dense_bytes(self.container, self.model.has_mtp),
-            session=self.slot.session.bytes * self.conversations,
+            caches=self.slot.session.bytes * self.conversations,
+            scratch=self._scratch.bytes,
             container=self.container.bytes,
             slot=self.model.slot_bytes(),
             mtp_slot=self.model.slot_bytes(mtp=True),
@@ -192,7 +200,7 @@ class Engine:
 
     def new_slot(self) -> Slot:
         """Room for another conversation."""
-        return Slot(Session(self.model, self.context, self._rows))
+        return Slot(Session(self.model, self.context, self._rows, self._scratch))
 
     # ---- prompts ----------------------------------------------------------------------------
 

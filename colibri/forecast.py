@@ -111,11 +111,12 @@ class Forecaster:
 
     def demand(self, context: int, budget: int) -> Demand:
         """What the model and one session of it ask for in so many bytes."""
-        shape = self.shape
+        shape, rows = self.shape, self.rows(context, budget)
         return Demand.of(
             shape.config,
             dense=shape.resident,
-            session=self._session(context, self.rows(context, budget)),
+            caches=cache_bytes(shape, context, rows),
+            scratch=scratch_bytes(shape, context, self.speeds.threads, rows),
             container=shape.files,
             slot=shape.expert.total,
             mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
@@ -126,16 +127,17 @@ class Forecaster:
         """Rows of a step, as the engine chooses them."""
         room = budget - self.shape.resident - RESERVE
         least = rows_of(self.shape.files, budget)
-        return more_rows(least, room, lambda rows: self._session(context, rows))
+        return more_rows(least, room, lambda rows: self._sessions(context, rows))
 
-    def _session(self, context: int, rows: int) -> int:
-        return session_bytes(self.shape, context, self.speeds.threads, rows)
+    def _sessions(self, context: int, rows: int) -> int:
+        scratch = scratch_bytes(self.shape, context, self.speeds.threads, rows)
+        return cache_bytes(self.shape, context, rows) + scratch
 
     def whole(self, context: int) -> int:
         """The budget that holds every expert."""
         demand = self.demand(context, self.shape.files)
         experts = demand.experts * demand.layer_slots_bytes
-        return demand.dense + demand.session + experts + RESERVE
+        return demand.dense + demand.sessions + experts + RESERVE
 
     def slots(self, plan: Plan, demand: Demand) -> float:
         """Experts a layer that stay in memory, in slots or in the page cache."""
@@ -143,7 +145,7 @@ class Forecaster:
             return plan.slots_per_layer
         if plan.io == "mmap":
             return float(demand.experts)
-        left = plan.budget - demand.dense - demand.session - RESERVE
+        left = plan.budget - demand.dense - demand.sessions - RESERVE
         return min(float(demand.experts), max(0.0, left / demand.layer_slots_bytes))
 
     # ---- forecasts --------------------------------------------------------------------------
@@ -271,29 +273,35 @@ class Forecaster:
         return max(seconds, products / rate) if rate else seconds
 
 
-def session_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
-    """Bytes of one session: the caches, and the larger parts of the scratch of csrc/session.c."""
+def cache_bytes(shape: Shape, context: int, rows: int) -> int:
+    """Bytes of one conversation: its caches, and what it keeps of the last step's rows."""
+    config, n = shape.config, min(rows, context)
+    kept = (n + WAITING * shape.mtp) * config.hidden_size
+    kept += 2 * n * config.num_experts_per_tok * (shape.sparse_layer_count + shape.mtp)
+    return context * shape.token_bytes + 4 * (kept + min(config.index_topk, context))
+
+
+def scratch_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
+    """Bytes of a step's scratch: the larger parts of csrc/scratch.c."""
     config = shape.config
     hidden, heads, n = config.hidden_size, config.num_attention_heads, min(rows, context)
     pairs = max(n, PAIR_BLOCK)
     shared = config.moe_intermediate_size * config.n_shared_experts
-    wide = max(pairs * config.moe_intermediate_size, n * max(config.intermediate_size, shared))
     inner = max(config.intermediate_size, shared)
     floats = n * (config.q_lora_rank + heads * (config.qk_head_dim + config.v_head_dim))
     floats += ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
     floats += n * config.index_n_heads * (config.index_head_dim + 1) + ROW_BLOCK * context
     floats += n * min(config.index_topk, context)
     floats += 10 * threads * context  # 8-byte order, scores of 8 heads
-    floats += (4 + 2 * shape.mtp) * n * hidden + 2 * wide + n * config.n_routed_experts
-    floats += (pairs + n * bool(config.n_shared_experts) + WAITING * shape.mtp) * hidden
-    chosen = n * config.num_experts_per_tok
-    floats += n * config.qk_rope_head_dim
-    floats += chosen * (3 + 2 * (shape.sparse_layer_count + shape.mtp))
+    floats += 2 * max(pairs * config.moe_intermediate_size, n * inner)
+    floats += n * (config.n_routed_experts + config.qk_rope_head_dim)
+    floats += (3 + 2 * shape.mtp + bool(config.n_shared_experts)) * n * hidden + pairs * hidden
+    floats += 3 * n * config.num_experts_per_tok
     quantised = 3 * n * hidden + n * (config.q_lora_rank + heads * config.v_head_dim)
     quantised += ROW_BLOCK * heads * config.kv_lora_rank
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
     quantised *= 2  # in two orders; beside 64 inputs two floats
-    return context * shape.token_bytes + 4 * floats + quantised * 9 // 8
+    return 4 * floats + quantised * 9 // 8
 
 
 def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:

@@ -12,10 +12,11 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model and a session ask for, in bytes; `layers` counts the sparse main layers."""
+    """What a model and its sessions ask for, in bytes; `layers` counts the sparse main layers."""
 
     dense: int
-    session: int  # all conversations
+    caches: int  # of all conversations
+    scratch: int  # of a step
     container: int  # all shards
     experts: int  # routed experts a layer
     layers: int
@@ -34,6 +35,11 @@ class Demand:
             experts_per_token=config.num_experts_per_tok,
             **others,
         )
+
+    @property
+    def sessions(self) -> int:
+        """Bytes of all conversations: their caches, and the scratch they share."""
+        return self.caches + self.scratch
 
     @property
     def layer_slots_bytes(self) -> int:
@@ -63,16 +69,16 @@ def make_plan(
     """Divide `budget` bytes; `reserve` of them stay with Python and the tokenizer.
 
     With io "auto", `streamed` says how experts are best read when not all of them stay in memory.
-    UsageError when the dense part and the session do not fit, or, with io buffered or direct, not
+    UsageError when the dense part and the sessions do not fit, or, with io buffered or direct, not
     one slot a layer remains.
     """
-    fixed = demand.dense + demand.session + reserve
+    fixed = demand.dense + demand.sessions + reserve
     left = budget - fixed
     least = demand.layer_slots_bytes if io in ("buffered", "direct") else 0
     if left < 0:
         raise UsageError(
             f"the dense weights ({memory_size(demand.dense)}), the caches "
-            f"({memory_size(demand.session)}) and {memory_size(reserve)} for the process "
+            f"({memory_size(demand.sessions)}) and {memory_size(reserve)} for the process "
             f"do not fit {memory_size(budget)}; "
             f"give more memory with --ram or a smaller --ctx{_fewer(demand, least - left)}"
         )
@@ -98,7 +104,7 @@ def fitting_context(
 
     def fits(size: int) -> bool:
         wanted = demand(size)
-        left = budget - wanted.dense - wanted.session - reserve
+        left = budget - wanted.dense - wanted.sessions - reserve
         return left >= 0 and (io not in ("buffered", "direct") or _slots(wanted, left)[0] > 0)
 
     while size > 1 and not fits(size):
@@ -108,8 +114,8 @@ def fitting_context(
 
 def _fewer(demand: Demand, lacking: int) -> str:
     """How many conversations would leave the bytes that are lacking, if any number does."""
-    each = max(1, demand.session // demand.conversations)
-    most = (demand.session - lacking) // each
+    each = max(1, demand.caches // demand.conversations)
+    most = (demand.caches - lacking) // each
     return f", or --conversations {most} at most" if most > 0 else ""
 
 

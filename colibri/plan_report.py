@@ -44,7 +44,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
         "budget": {"bytes": budget.bytes, "source": budget.source},
         "context": context,
         "cache_bytes": context * shape.token_bytes,
-        "session_bytes": forecaster.demand(context, budget.bytes).session,
+        "session_bytes": forecaster.demand(context, budget.bytes).sessions,
         "here": here.as_dict(),
         "budgets": [
             _row(forecaster, nbytes, asked, io) for nbytes in _sizes(forecaster, budget, asked)

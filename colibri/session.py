@@ -10,6 +10,7 @@ import numpy as np
 from colibri._core import ffi, lib
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import WAITING, Model, check
+from colibri.scratch import Scratch
 
 ROWS = 128  # of one step, and so of a prompt's chunk; others in a server wait for as long
 # Where experts are read: every chunk of a prompt reads nearly all of them. Four times the rows cost
@@ -30,18 +31,22 @@ class Session:
     """Caches for up to `context` tokens; one step runs at most `max_rows` rows.
 
     `tokens` are the committed tokens, one per row of the main caches. An error or a cancelled
-    step leaves them, and the caches, as they were.
+    step leaves them, and the caches, as they were. `scratch`: of the same model, for no less; its
+    own by default.
     """
 
-    def __init__(self, model: Model, context: int, max_rows: int = ROWS) -> None:
+    def __init__(
+        self, model: Model, context: int, max_rows: int = ROWS, scratch: Scratch | None = None
+    ) -> None:
         self.model = model
         self.context = context
         self.max_rows = min(max_rows, context)
+        self.scratch = scratch or Scratch(model, context, self.max_rows)
         self.tokens: list[int] = []
         self._error = ffi.new("clb_error *")
         out = ffi.new("clb_session **")
-        code = lib.clb_session_new(model.handle, context, self.max_rows, out, self._error)
-        check(code, self._error)
+        wanted = self.scratch.handle, context, self.max_rows
+        check(lib.clb_session_new(*wanted, out, self._error), self._error)
         self._freed: list[bool] = []
         self.handle = ffi.gc(out[0], partial(_free, self._freed))
         self._rows = 0
@@ -73,7 +78,7 @@ class Session:
 
     @property
     def bytes(self) -> int:
-        """Bytes of caches and scratch, fully used."""
+        """Bytes of the caches, fully used."""
         return int(lib.clb_session_bytes(self.handle))
 
     def step_all(self, ids: Sequence[int], want: str = "all") -> np.ndarray:
@@ -374,7 +379,7 @@ def rows_of(container: int, memory: int) -> int:
 def more_rows(rows: int, room: int, taken: Callable[[int], int]) -> int:
     """Rows of a step, doubled from STREAMED_ROWS while that takes little of the room.
 
-    `room`: bytes beside the weights; `taken(rows)`: bytes of all sessions with such steps.
+    `room`: bytes beside the weights; `taken(rows)`: bytes of caches and scratch with such steps.
     """
     if rows < STREAMED_ROWS:
         return rows

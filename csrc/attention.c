@@ -29,15 +29,16 @@ static void finish_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
     for (int64_t r = begin; r < end; r++) {
         float *key = (float *)job->kv + (job->rows->cache_row + r) * (c->kv_lora + c->rope);
         k->rmsnorm(key, job->layer->v[CLB_KV_A_NORM], c->rms_eps, c->kv_lora, key);
-        k->rope(key + c->kv_lora, s->angles + r * c->rope, c->rope / 2);
+        k->rope(key + c->kv_lora, s->scratch->angles + r * c->rope, c->rope / 2);
     }
 }
 
 void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     int64_t width = m->config.kv_lora + m->config.rope;
     attention_job job = {s, layer, s->kv[number], 0, rows->n, rows};
-    clb_project(m, &layer->w[CLB_KV_A], &s->in_hidden, s->kv[number] + rows->cache_row * width,
+    clb_project(m, &layer->w[CLB_KV_A], &t->in_hidden, s->kv[number] + rows->cache_row * width,
                 width);
     clb_parallel(m->pool, rows->n, 8, finish_keys, &job);
     if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(s, layer, number, rows);
@@ -48,19 +49,20 @@ void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, cons
 /* What head h's query of row r became: [kv_lora + rope]. */
 static float *latent_of(const attention_job *job, int64_t h, int64_t r) {
     const clb_config *c = &job->s->model->config;
-    return job->s->absorbed + (h * job->n + r) * (c->kv_lora + c->rope);
+    return job->s->scratch->absorbed + (h * job->n + r) * (c->kv_lora + c->rope);
 }
 
 /* [sum over nope rows of kv_b, in order | roped query], for one head. */
 static void absorb_head(const attention_job *job, int64_t h, float *rows) {
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
     int64_t head = c->nope + c->rope;
     const float *at[CLB_ROW_TILE];
     for (int64_t r = 0; r < job->n; r++) {
         float *out = latent_of(job, h, r);
-        const float *query = s->query + ((job->first + r) * c->heads + h) * head;
+        const float *query = t->query + ((job->first + r) * c->heads + h) * head;
         memset(out, 0, (size_t)c->kv_lora * sizeof *out);
         memcpy(out + c->kv_lora, query + c->nope, (size_t)c->rope * sizeof *out);
     }
@@ -69,7 +71,7 @@ static void absorb_head(const attention_job *job, int64_t h, float *rows) {
         int64_t n = c->nope - i < CLB_ROW_TILE ? c->nope - i : CLB_ROW_TILE;
         k->dequantize(&job->layer->w[CLB_KV_B], h * (c->nope + c->v_head) + i, n, rows);
         for (int64_t r = 0; r < job->n; r++)
-            k->axpys(s->query + ((job->first + r) * c->heads + h) * head + i, at, n,
+            k->axpys(t->query + ((job->first + r) * c->heads + h) * head + i, at, n,
                      latent_of(job, h, r), c->kv_lora);
     }
 }
@@ -131,7 +133,7 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
     clb_session *s = job->s;
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
-    const clb_selection *keys = &s->selected[job->first + r];
+    const clb_selection *keys = &s->scratch->selected[job->first + r];
     key_walk walk = {k, keys, job->kv, c->kv_lora + c->rope, c->kv_lora, heads, {0}, scores};
     for (int64_t h = 0; h < heads; h++) walk.latent[h] = latent_of(job, first_head + h, r);
     score_keys(&walk);
@@ -158,10 +160,11 @@ static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
 static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     const clb_kernels *k = s->model->kernels;
     const int32_t format = job->layer->w[CLB_KV_B].format;
-    const clb_acts *mixed = &s->in_mixed.form[clb_order_of(format)];
+    const clb_acts *mixed = &t->in_mixed.form[clb_order_of(format)];
     (void)thread;
     for (int64_t h = begin; h < end; h++) {
         clb_matrix values = clb_matrix_part(&job->layer->w[CLB_KV_B],
@@ -170,7 +173,7 @@ static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread)
         for (int64_t r = 0; r < job->n && !clb_is_float(format); r++)
             k->quantize(&rows, r, format);
         k->linear[format](&values, &rows, 0, c->v_head,
-                          s->heads_out + (job->first * c->heads + h) * c->v_head,
+                          t->heads_out + (job->first * c->heads + h) * c->v_head,
                           c->heads * c->v_head);
     }
 }
@@ -180,41 +183,45 @@ static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread)
 static void rope_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     int64_t head = c->nope + c->rope;
     (void)thread;
     for (int64_t r = begin; r < end; r++)
         for (int64_t h = 0; h < c->heads; h++)
-            s->model->kernels->rope(s->query + (r * c->heads + h) * head + c->nope,
-                                    s->angles + r * c->rope, c->rope / 2);
+            s->model->kernels->rope(t->query + (r * c->heads + h) * head + c->nope,
+                                    t->angles + r * c->rope, c->rope / 2);
 }
 
 static void make_queries(clb_session *s, const clb_layer *layer, attention_job *job) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
     int64_t n = job->rows->n;
-    clb_project(m, &layer->w[CLB_Q_A], &s->in_hidden, s->q_latent, c->q_lora);
+    clb_project(m, &layer->w[CLB_Q_A], &t->in_hidden, t->q_latent, c->q_lora);
     for (int64_t r = 0; r < n; r++) {
-        float *q = s->q_latent + r * c->q_lora;
+        float *q = t->q_latent + r * c->q_lora;
         m->kernels->rmsnorm(q, layer->v[CLB_Q_A_NORM], c->rms_eps, c->q_lora, q);
     }
-    clb_input_set(&s->in_latent, s->q_latent, c->q_lora, n, c->q_lora);
-    clb_project(m, &layer->w[CLB_Q_B], &s->in_latent, s->query, layer->w[CLB_Q_B].rows);
+    clb_input_set(&t->in_latent, t->q_latent, c->q_lora, n, c->q_lora);
+    clb_project(m, &layer->w[CLB_Q_B], &t->in_latent, t->query, layer->w[CLB_Q_B].rows);
     clb_parallel(m->pool, n, 8, rope_queries, job);
 }
 
 /* Which keys each row attends to: given, shared with the full layer before, or chosen here. */
 static void choose_keys(clb_session *s, const clb_layer *layer, int64_t number,
                         const clb_rows *rows) {
+    clb_scratch *t = s->scratch;
     if (rows->frozen || layer->index_kind == CLB_INDEX_SHARED) return;
     for (int64_t r = 0; r < rows->n; r++) {
-        s->selected[r].dense = true;
-        s->selected[r].count = (int32_t)(rows->cache_row + r + 1);
+        t->selected[r].dense = true;
+        t->selected[r].count = (int32_t)(rows->cache_row + r + 1);
     }
     if (layer->index_kind == CLB_INDEX_FULL) clb_index_select(s, layer, number, rows);
 }
 
 void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
     attention_job job = {s, layer, s->kv[number], 0, 0, rows};
@@ -226,12 +233,12 @@ void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const cl
         job.n = left < CLB_ROW_BLOCK ? left : CLB_ROW_BLOCK;
         clb_parallel(m->pool, c->heads, 1, absorb_queries, &job);
         clb_parallel(m->pool, job.n * groups, 1, attend_rows, &job);
-        clb_input_set(&s->in_mixed, s->absorbed, c->kv_lora + c->rope, c->heads * job.n,
+        clb_input_set(&t->in_mixed, t->absorbed, c->kv_lora + c->rope, c->heads * job.n,
                       c->kv_lora);
         clb_parallel(m->pool, c->heads, 1, expand_values, &job);
     }
     for (int64_t r = 0; r < rows->n; r++)
-        s->counters.attended += s->selected[r].count * c->heads;
-    clb_input_set(&s->in_heads, s->heads_out, c->heads * c->v_head, rows->n, c->heads * c->v_head);
-    clb_project(m, &layer->w[CLB_O], &s->in_heads, s->branch, c->hidden);
+        s->counters.attended += t->selected[r].count * c->heads;
+    clb_input_set(&t->in_heads, t->heads_out, c->heads * c->v_head, rows->n, c->heads * c->v_head);
+    clb_project(m, &layer->w[CLB_O], &t->in_heads, t->branch, c->hidden);
 }

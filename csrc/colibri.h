@@ -121,12 +121,19 @@ typedef struct clb_counters {
     int64_t index_scores, attended;         /* index scores computed; keys attended, per head */
 } clb_counters;
 
-/* What bounds a session's scratch. */
+/* The memory of one step with at most so many rows, in at most such a context. Any sessions of the
+   model that ask for no more may share it: one step runs at a time. It outlives them. */
+typedef struct clb_scratch clb_scratch;
 enum {
     CLB_ROW_BLOCK = 32,  /* rows that attention takes at once */
     CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if more */
 };
-int32_t clb_session_new(clb_model *model, int64_t context, int64_t max_rows,
+int32_t clb_scratch_new(clb_model *model, int64_t context, int64_t max_rows, clb_scratch **scratch,
+                        clb_error *error);
+void clb_scratch_free(clb_scratch *scratch);
+int64_t clb_scratch_bytes(const clb_scratch *scratch);
+
+int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows,
                         clb_session **session, clb_error *error);
 void clb_session_free(clb_session *session);
 int64_t clb_session_bytes(const clb_session *session);

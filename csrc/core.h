@@ -98,23 +98,10 @@ typedef struct clb_pair {
     float weight;
 } clb_pair;
 
-struct clb_session {
+struct clb_scratch { /* one step at a time uses it, of any session that asks for no more */
     clb_model *model;
-    int64_t context, max_rows, length, mtp_length, bytes;
-    int64_t step_start, step_rows; /* the last step, until its uses of experts are counted */
-    int64_t layer_count; /* the model's */
-    float **kv;          /* [layer_count] each [context][kv_lora + rope] */
-    float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
-    int64_t window, window_rows; /* first position and most rows of `hidden` */
-    float *hidden;       /* [window_rows][hidden] post-norm: the last step's rows, and before them
-                            those that the MTP cache lacks */
-    float *angles;       /* [max_rows][rope / 2][2] */
-    atomic_int cancelled;
-    int32_t watch_fd;
-    clb_report *report; /* or NULL */
-    void *who;
-    clb_counters counters, work[CLB_WORKS]; /* all of it; by what was asked for */
-    /* scratch of one step */
+    int64_t context, max_rows, bytes;
+    float *angles;                     /* [max_rows][rope / 2][2] */
     float *x, *normed, *branch;        /* [max_rows][hidden] */
     float *concat;                     /* [max_rows][2 * hidden], MTP only */
     float *q_latent;                   /* [max_rows][q_lora] */
@@ -136,15 +123,33 @@ struct clb_session {
     int32_t *active_pairs;             /* [pair_rows] */
     clb_selection *selected;           /* [max_rows] */
     int32_t *selected_index;           /* [max_rows][keys chosen at most] */
-    clb_selection mtp_seed;            /* set of the last absorbed row, for shared drafts */
-    int32_t *mtp_seed_index;           /* [keys chosen at most] */
-    clb_route *routes;                 /* [layer_count] */
-    int32_t *captured;                 /* [layer_count][max_rows][index_topk + 1] or NULL */
-    float *thread_scratch;             /* [threads][thread_floats] */
+    float *of_threads;                 /* [threads][thread_floats] */
     int64_t thread_floats;
     int64_t pair_rows;
     clb_input in_hidden, in_latent, in_mixed, in_heads, in_mlp, in_pairs, in_inner, in_head;
     clb_input in_concat;
+};
+
+struct clb_session {
+    clb_model *model;
+    clb_scratch *scratch; /* perhaps others' too */
+    int64_t context, max_rows, length, mtp_length, bytes;
+    int64_t step_start, step_rows; /* the last step, until its uses of experts are counted */
+    int64_t layer_count; /* the model's */
+    float **kv;          /* [layer_count] each [context][kv_lora + rope] */
+    float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
+    int64_t window, window_rows; /* first position and most rows of `hidden` */
+    float *hidden;       /* [window_rows][hidden] post-norm: the last step's rows, and before them
+                            those that the MTP cache lacks */
+    clb_selection mtp_seed;  /* set of the last absorbed row, for shared drafts */
+    int32_t *mtp_seed_index; /* [keys chosen at most] */
+    clb_route *routes;       /* [layer_count] */
+    int32_t *captured;       /* [layer_count][max_rows][index_topk + 1] or NULL */
+    atomic_int cancelled;
+    int32_t watch_fd;
+    clb_report *report; /* or NULL */
+    void *who;
+    clb_counters counters, work[CLB_WORKS]; /* all of it; by what was asked for */
 };
 
 /* ---- model.c ------------------------------------------------------------------------------ */
@@ -168,6 +173,16 @@ bool clb_mul(int64_t a, int64_t b, int64_t *product); /* false on overflow or a 
 void *clb_zeroed(int64_t bytes); /* zeros, committed as they are touched; NULL: none left */
 void clb_zeroed_free(void *memory);
 void *clb_paged(int64_t bytes); /* in huge pages where there are any, for free(); NULL: none left */
+
+typedef struct clb_taken { /* what failed or overflowed is noticed once, at the end */
+    int64_t bytes;
+    bool failed;
+} clb_taken;
+
+/* Zeroed, so that rows that are never touched cost no memory. */
+void *clb_take(clb_taken *taken, int64_t count, int64_t width, int64_t item);
+float *clb_take_floats(clb_taken *taken, int64_t count, int64_t width);
+int32_t clb_fail_memory(const clb_taken *taken, int64_t context, clb_error *error);
 
 /* ---- shard.c ------------------------------------------------------------------------------ */
 
@@ -233,7 +248,9 @@ void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits);
 void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int64_t n, float *y,
                       int64_t y_stride);
 void clb_set_angles(clb_session *s, const clb_rows *rows);
-float *clb_thread_scratch(clb_session *s, int32_t thread);
+/* [thread_floats] of a thread's own. */
+float *clb_thread_scratch(const clb_session *s, int32_t thread);
+int64_t clb_keys_chosen(const clb_config *c, int64_t context); /* by one row, at most */
 /* What was counted since `before` was done for this kind of work. */
 void clb_charge(clb_session *s, int32_t work, const clb_counters *before);
 

@@ -30,7 +30,7 @@ static void finish_index_keys(void *arg, int64_t begin, int64_t end, int32_t thr
         float *key = job->keys + r * c->index_dim;
         k->layernorm(key, job->layer->v[CLB_INDEX_K_NORM], job->layer->v[CLB_INDEX_K_BIAS],
                      c->index_eps, c->index_dim, key);
-        k->rope(key, s->angles + r * c->rope, c->rope / 2);
+        k->rope(key, s->scratch->angles + r * c->rope, c->rope / 2);
     }
 }
 
@@ -38,7 +38,7 @@ void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
                      const clb_rows *rows) {
     int64_t dim = s->model->config.index_dim;
     index_key_job job = {s, layer, s->index_keys[number] + rows->cache_row * dim};
-    clb_project(s->model, &layer->w[CLB_INDEX_K], &s->in_hidden, job.keys, dim);
+    clb_project(s->model, &layer->w[CLB_INDEX_K], &s->scratch->in_hidden, job.keys, dim);
     clb_parallel(s->model->pool, rows->n, 8, finish_index_keys, &job);
 }
 
@@ -47,16 +47,17 @@ void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
 static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
         int64_t last = clb_least(first + KEY_TILE, job->cache_row + row + 1);
         if (first >= last) continue;
-        s->model->kernels->index_scores(s->index_query + row * c->index_heads * c->index_dim,
-                                        s->index_weight + row * c->index_heads, c->index_heads,
+        s->model->kernels->index_scores(t->index_query + row * c->index_heads * c->index_dim,
+                                        t->index_weight + row * c->index_heads, c->index_heads,
                                         c->index_dim, job->keys, first, last,
-                                        s->index_score + r * s->context + first);
+                                        t->index_score + r * s->context + first);
     }
 }
 
@@ -110,27 +111,29 @@ static void select_row(clb_session *s, const float *score, clb_selection *out, u
 static void select_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     for (int64_t r = begin; r < end; r++) {
-        clb_selection *row = &s->selected[job->first + r];
+        clb_selection *row = &t->selected[job->first + r];
         if (row->count > s->model->config.index_topk)
-            select_row(s, s->index_score + r * s->context, row,
-                       s->index_order + thread * s->context);
+            select_row(s, t->index_score + r * s->context, row,
+                       t->index_order + thread * s->context);
     }
 }
 
 static void make_index_queries(clb_session *s, const clb_layer *layer, int64_t n) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
     float scale = 1.0f / sqrtf((float)c->index_heads * (float)c->index_dim);
     s->counters.dense_bytes += clb_matrix_bytes(&layer->w[CLB_INDEX_Q]) +
                                clb_matrix_bytes(&layer->w[CLB_INDEX_WEIGHTS]);
-    clb_project(m, &layer->w[CLB_INDEX_Q], &s->in_latent, s->index_query,
+    clb_project(m, &layer->w[CLB_INDEX_Q], &t->in_latent, t->index_query,
                 c->index_heads * c->index_dim);
-    clb_project(m, &layer->w[CLB_INDEX_WEIGHTS], &s->in_hidden, s->index_weight, c->index_heads);
-    m->kernels->scale(scale, s->index_weight, n * c->index_heads);
+    clb_project(m, &layer->w[CLB_INDEX_WEIGHTS], &t->in_hidden, t->index_weight, c->index_heads);
+    m->kernels->scale(scale, t->index_weight, n * c->index_heads);
     for (int64_t i = 0; i < n * c->index_heads; i++)
-        m->kernels->rope(s->index_query + i * c->index_dim,
-                         s->angles + i / c->index_heads * c->rope, c->rope / 2);
+        m->kernels->rope(t->index_query + i * c->index_dim,
+                         t->angles + i / c->index_heads * c->rope, c->rope / 2);
 }
 
 void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,

@@ -31,3 +31,24 @@ void *clb_paged(int64_t bytes) {
     if (whole) madvise(memory, (size_t)whole, MADV_HUGEPAGE);
     return memory;
 }
+
+void *clb_take(clb_taken *taken, int64_t count, int64_t width, int64_t item) {
+    int64_t n;
+    if (!clb_mul(count, width, &n) || !clb_mul(n, item, &n)) {
+        taken->failed = true;
+        return NULL;
+    }
+    void *p = clb_zeroed(n);
+    if (!p) taken->failed = true;
+    else taken->bytes += n;
+    return p;
+}
+
+float *clb_take_floats(clb_taken *taken, int64_t count, int64_t width) {
+    return clb_take(taken, count, width, (int64_t)sizeof(float));
+}
+
+int32_t clb_fail_memory(const clb_taken *taken, int64_t context, clb_error *error) {
+    return clb_fail(error, CLB_NO_MEMORY, "out of memory: a context of %lld needs more than %lld "
+                    "bytes; ask for a smaller one", (long long)context, (long long)taken->bytes);
+}

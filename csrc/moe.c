@@ -44,28 +44,30 @@ static void run_tasks(moe_job *job, const clb_matrix *w, const clb_run *run, clb
 static void gate_and_up(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     (void)thread;
     for (int64_t i = begin, count; i < end; i += count) {
         int64_t matrix = i / job->units, task = i % job->units;
         int32_t run = job->active[matrix / 2];
         count = job->units - task < end - i ? job->units - task : end - i;
         if (matrix % 2 == 0)
-            run_tasks(job, &job->leases[run].gate, &job->runs[run], &s->in_pairs, s->gate, task,
+            run_tasks(job, &job->leases[run].gate, &job->runs[run], &t->in_pairs, t->gate, task,
                       count);
         else
-            run_tasks(job, &job->leases[run].up, &job->runs[run], &s->in_pairs, s->up, task, count);
+            run_tasks(job, &job->leases[run].up, &job->runs[run], &t->in_pairs, t->up, task, count);
     }
 }
 
 static void down(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     (void)thread;
     for (int64_t i = begin, count; i < end; i += count) {
         int64_t task = i % job->units;
         int32_t run = job->active[i / job->units];
         count = job->units - task < end - i ? job->units - task : end - i;
-        run_tasks(job, &job->leases[run].down, &job->runs[run], &s->in_inner, s->pair_out, task,
+        run_tasks(job, &job->leases[run].down, &job->runs[run], &t->in_inner, t->pair_out, task,
                   count);
     }
 }
@@ -84,14 +86,15 @@ static void copy_quantised(const clb_acts *from, int64_t row, clb_acts *to, int6
 static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     int32_t format = job->leases[job->batch.first].gate.format;
-    const clb_acts *from = &s->in_mlp.form[clb_order_of(format)];
-    clb_acts *to = &s->in_pairs.form[clb_order_of(format)];
+    const clb_acts *from = &t->in_mlp.form[clb_order_of(format)];
+    clb_acts *to = &t->in_pairs.form[clb_order_of(format)];
     (void)thread;
     for (int64_t n = begin; n < end; n++) {
-        int64_t i = job->active_pairs[n], r = s->pairs[job->base + i].row;
+        int64_t i = job->active_pairs[n], r = t->pairs[job->base + i].row;
         if (clb_is_float(format))
-            memcpy(s->pair_out + i * from->cols, from->x + r * from->x_stride,
+            memcpy(t->pair_out + i * from->cols, from->x + r * from->x_stride,
                    (size_t)from->cols * sizeof(float));
         else
             copy_quantised(from, r, to, i);
@@ -101,15 +104,16 @@ static void gather_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
 static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_kernels *k = s->model->kernels;
     int32_t format = job->leases[job->batch.first].down.format;
-    clb_acts *inner = &s->in_inner.form[clb_order_of(format)];
+    clb_acts *inner = &t->in_inner.form[clb_order_of(format)];
     int64_t width = s->model->config.moe_intermediate;
     (void)thread;
     for (int64_t n = begin; n < end; n++) {
         int64_t i = job->active_pairs[n];
-        float *gate = s->gate + i * width;
-        k->swiglu(gate, s->up + i * width, width, gate);
+        float *gate = t->gate + i * width;
+        k->swiglu(gate, t->up + i * width, width, gate);
         if (!clb_is_float(format)) k->quantize(inner, i, format);
     }
 }
@@ -118,11 +122,12 @@ static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
 static void add_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     int64_t hidden = s->model->config.hidden, last = job->runs[job->batch.last - 1].last;
     (void)thread;
     for (int64_t i = job->base; i < last; i++)
-        s->model->kernels->axpy(s->pairs[i].weight, s->pair_out + (i - job->base) * hidden + begin,
-                                s->branch + s->pairs[i].row * hidden + begin, end - begin);
+        s->model->kernels->axpy(t->pairs[i].weight, t->pair_out + (i - job->base) * hidden + begin,
+                                t->branch + t->pairs[i].row * hidden + begin, end - begin);
 }
 
 /* ---- one batch ------------------------------------------------------------------------------ */
@@ -160,12 +165,13 @@ static void compute_active(moe_job *job) {
 
 static int32_t run_batch(moe_job *job, clb_error *error) {
     clb_session *s = job->s;
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     int64_t n = job->batch.last - job->batch.first, done = 0;
     int64_t pairs = job->runs[job->batch.last - 1].last - job->base;
-    if (job->batch.first == 0 && c->shared_experts) clb_mlp(s, job->layer, job->rows, s->shared);
-    clb_input_set(&s->in_pairs, s->pair_out, c->hidden, pairs, c->hidden);
-    clb_input_set(&s->in_inner, s->gate, c->moe_intermediate, pairs, c->moe_intermediate);
+    if (job->batch.first == 0 && c->shared_experts) clb_mlp(s, job->layer, job->rows, t->shared);
+    clb_input_set(&t->in_pairs, t->pair_out, c->hidden, pairs, c->hidden);
+    clb_input_set(&t->in_inner, t->gate, c->moe_intermediate, pairs, c->moe_intermediate);
     for (;;) {
         collect_active(job);
         if (job->active_count) compute_active(job);
@@ -203,7 +209,7 @@ static void make_runs(moe_job *job, int64_t number, int64_t n) {
         start[e + 1] += start[e];
     }
     for (int64_t i = 0; i < n * k; i++)
-        s->pairs[start[route->expert[i]]++] =
+        s->scratch->pairs[start[route->expert[i]]++] =
             (clb_pair){route->expert[i], (int32_t)(i / k), route->weight[i]};
 }
 
@@ -212,7 +218,7 @@ static batch next_batch(const moe_job *job, int64_t first, int64_t room) {
     batch b = {first, first, false};
     while (b.last < job->run_count && b.last - first < room &&
            (b.last == first ||
-            job->runs[b.last].last - job->runs[first].first <= job->s->pair_rows))
+            job->runs[b.last].last - job->runs[first].first <= job->s->scratch->pair_rows))
         b.last++;
     return b;
 }
@@ -250,14 +256,15 @@ static int32_t run_batches(moe_job *job, int64_t number, clb_error *error) {
 }
 
 int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
-    moe_job job = {.s = s, .layer = layer, .rows = n, .number = number, .leases = s->leases,
-                   .runs = s->runs, .active = s->active_runs, .active_pairs = s->active_pairs};
+    moe_job job = {.s = s, .layer = layer, .rows = n, .number = number, .leases = t->leases,
+                   .runs = t->runs, .active = t->active_runs, .active_pairs = t->active_pairs};
     make_runs(&job, number, n);
-    memset(s->branch, 0, (size_t)(n * hidden) * sizeof *s->branch);
-    clb_input_form(m, &s->in_mlp, layer->experts[0].gate.format);
+    memset(t->branch, 0, (size_t)(n * hidden) * sizeof *t->branch);
+    clb_input_form(m, &t->in_mlp, layer->experts[0].gate.format);
     int32_t code = run_batches(&job, number, error);
-    if (!code && m->config.shared_experts) m->kernels->add(s->shared, s->branch, n * hidden);
+    if (!code && m->config.shared_experts) m->kernels->add(t->shared, t->branch, n * hidden);
     return code;
 }

@@ -25,34 +25,36 @@ int32_t clb_mtp_rewind(clb_session *s, int64_t length, clb_error *error) {
 
 /* x = W_eh [ rms(embedding) ; rms(hidden) ] for n rows, and the attention input made of it. */
 static void join(clb_session *s, const float *hidden, const int32_t *tokens, const clb_rows *rows) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     const clb_layer *layer = &m->layers[m->config.layers];
     int64_t width = m->config.hidden;
-    clb_embed(s, tokens, rows->n, s->x, width);
-    clb_rmsnorm_rows(m, s->x, layer->v[CLB_E_NORM], rows->n, s->concat, 2 * width);
-    clb_rmsnorm_rows(m, hidden, layer->v[CLB_H_NORM], rows->n, s->concat + width, 2 * width);
-    clb_input_set(&s->in_concat, s->concat, 2 * width, rows->n, 2 * width);
-    clb_project(m, &layer->w[CLB_EH], &s->in_concat, s->x, width);
+    clb_embed(s, tokens, rows->n, t->x, width);
+    clb_rmsnorm_rows(m, t->x, layer->v[CLB_E_NORM], rows->n, t->concat, 2 * width);
+    clb_rmsnorm_rows(m, hidden, layer->v[CLB_H_NORM], rows->n, t->concat + width, 2 * width);
+    clb_input_set(&t->in_concat, t->concat, 2 * width, rows->n, 2 * width);
+    clb_project(m, &layer->w[CLB_EH], &t->in_concat, t->x, width);
     clb_set_angles(s, rows);
     clb_attention_input(s, layer, rows->n);
 }
 
-/* From the attention on, for the one row in s->x: its post-norm output and logits. */
+/* From the attention on, for the one row in s->scratch->x: its post-norm output and logits. */
 static int32_t finish_row(clb_session *s, const clb_rows *row, float *logits, float *draft_hidden,
                           clb_error *error) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     int64_t number = m->config.layers;
     int32_t code = clb_layer_finish(s, number, row, error);
     if (code) return code;
     if (m->layers[number].sparse) clb_residency_count(s, number, 0);
-    clb_rmsnorm_rows(m, s->x, m->layers[number].v[CLB_HEAD_NORM], 1, s->normed, m->config.hidden);
-    if (draft_hidden) memcpy(draft_hidden, s->normed, (size_t)m->config.hidden * sizeof(float));
-    if (logits) clb_head(s, s->normed, 1, logits);
+    clb_rmsnorm_rows(m, t->x, m->layers[number].v[CLB_HEAD_NORM], 1, t->normed, m->config.hidden);
+    if (draft_hidden) memcpy(draft_hidden, t->normed, (size_t)m->config.hidden * sizeof(float));
+    if (logits) clb_head(s, t->normed, 1, logits);
     return CLB_OK;
 }
 
 static void keep_seed(clb_session *s) {
-    const clb_selection *set = &s->selected[0];
+    const clb_selection *set = &s->scratch->selected[0];
     s->mtp_seed.count = set->count;
     s->mtp_seed.dense = set->dense;
     s->mtp_seed.index = s->mtp_seed_index;
@@ -71,6 +73,7 @@ static int64_t key_bytes(const clb_layer *layer) {
 
 static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
                       float *logits, float *draft_hidden, clb_error *error) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     int64_t width = m->config.hidden;
     int32_t code = check_mtp(s, s->mtp_length + n - 1, error);
@@ -83,7 +86,7 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
     if (logits || draft_hidden) { /* only the last row is ever asked for its output */
         clb_rows last = {.n = 1, .position = rows.position + n - 1,
                          .cache_row = rows.cache_row + n - 1};
-        memmove(s->x, s->x + (n - 1) * width, (size_t)width * sizeof *s->x);
+        memmove(t->x, t->x + (n - 1) * width, (size_t)width * sizeof *t->x);
         clb_set_angles(s, &last);
         clb_attention_input(s, &m->layers[m->config.layers], 1);
         code = finish_row(s, &last, logits, draft_hidden, error);
@@ -98,6 +101,7 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
 
 static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
                      clb_error *error) {
+    clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     if (step < 1 || step > s->context || s->mtp_length < 1 || s->mtp_seed.count < 1)
         return clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
@@ -109,10 +113,10 @@ static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden,
                      .frozen = m->config.mtp_share_index};
     join(s, hidden, &token, &rows);
     if (rows.frozen) {
-        s->selected[0].count = s->mtp_seed.count;
-        s->selected[0].dense = s->mtp_seed.dense;
+        t->selected[0].count = s->mtp_seed.count;
+        t->selected[0].dense = s->mtp_seed.dense;
         if (!s->mtp_seed.dense)
-            memcpy(s->selected[0].index, s->mtp_seed_index,
+            memcpy(t->selected[0].index, s->mtp_seed_index,
                    (size_t)s->mtp_seed.count * sizeof *s->mtp_seed_index);
     } else {
         clb_write_keys(s, &m->layers[number], number, &rows);

@@ -96,10 +96,11 @@ static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t ra
 
 /* The next layer's router on this layer's output: guesses in s->routes[layer], for now. */
 static void guess_by_router(clb_session *s, int64_t layer, int64_t rows) {
+    clb_scratch *t = s->scratch;
     const clb_layer *next = &s->model->layers[layer];
     int64_t hidden = s->model->config.hidden;
-    clb_rmsnorm_rows(s->model, s->x, next->v[CLB_POST_NORM], rows, s->normed, hidden);
-    clb_input_set(&s->in_mlp, s->normed, hidden, rows, hidden);
+    clb_rmsnorm_rows(s->model, t->x, next->v[CLB_POST_NORM], rows, t->normed, hidden);
+    clb_input_set(&t->in_mlp, t->normed, hidden, rows, hidden);
     clb_route_rows(s, next, layer, rows);
 }
 
@@ -112,7 +113,7 @@ static int32_t surest(const clb_session *s, int64_t layer, int64_t rows) {
     float most = 0.0f;
     for (int64_t i = 0; i < rows * k; i++) {
         int32_t e = s->routes[layer].expert[i];
-        float choice = s->router[i / k * c->experts + e] + bias[e];
+        float choice = s->scratch->router[i / k * c->experts + e] + bias[e];
         if ((best != CLB_NONE && !(choice > most)) || held(s->model, (int32_t)layer, e)) continue;
         best = e;
         most = choice;

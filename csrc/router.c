@@ -76,7 +76,7 @@ static void route_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const clb_config *c = &job->s->model->config;
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        float *score = job->s->router + r * c->experts;
+        float *score = job->s->scratch->router + r * c->experts;
         job->s->model->kernels->sigmoid(score, c->experts, score);
         route_row(c, score, job->layer->v[CLB_ROUTER_BIAS],
                   job->route->expert + r * c->experts_per_token,
@@ -85,7 +85,8 @@ static void route_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
 }
 
 void clb_route_rows(clb_session *s, const clb_layer *layer, int64_t number, int64_t n) {
+    clb_scratch *t = s->scratch;
     route_job job = {s, layer, &s->routes[number]};
-    clb_project(s->model, &layer->w[CLB_ROUTER], &s->in_mlp, s->router, s->model->config.experts);
+    clb_project(s->model, &layer->w[CLB_ROUTER], &t->in_mlp, t->router, s->model->config.experts);
     clb_parallel(s->model->pool, n, 4, route_rows, &job);
 }

@@ -41,7 +41,7 @@ void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int
 }
 
 void clb_add_rows(clb_session *s, const float *branch, int64_t n) {
-    s->model->kernels->add(branch, s->x, n * s->model->config.hidden);
+    s->model->kernels->add(branch, s->scratch->x, n * s->model->config.hidden);
 }
 
 int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
@@ -64,29 +64,31 @@ void clb_set_angles(clb_session *s, const clb_rows *rows) {
     const clb_config *c = &s->model->config;
     for (int64_t r = 0; r < rows->n; r++)
         clb_rope_angles(rows->position + r, s->model->inv_freq, c->rope / 2,
-                        s->angles + r * c->rope);
+                        s->scratch->angles + r * c->rope);
 }
 
 void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits) {
+    clb_scratch *t = s->scratch;
     const clb_config *c = &s->model->config;
     const clb_matrix *head = &s->model->top.w[CLB_HEAD];
-    clb_input_set(&s->in_head, hidden, c->hidden, n, c->hidden);
-    clb_project(s->model, head, &s->in_head, logits, c->vocab);
+    clb_input_set(&t->in_head, hidden, c->hidden, n, c->hidden);
+    clb_project(s->model, head, &t->in_head, logits, c->vocab);
     s->counters.head_bytes += clb_matrix_bytes(head);
 }
 
 /* ---- one layer ------------------------------------------------------------------------------ */
 
 void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n) {
+    clb_scratch *t = s->scratch;
     int64_t hidden = s->model->config.hidden;
-    clb_rmsnorm_rows(s->model, s->x, layer->v[CLB_INPUT_NORM], n, s->normed, hidden);
-    clb_input_set(&s->in_hidden, s->normed, hidden, n, hidden);
+    clb_rmsnorm_rows(s->model, t->x, layer->v[CLB_INPUT_NORM], n, t->normed, hidden);
+    clb_input_set(&t->in_hidden, t->normed, hidden, n, hidden);
 }
 
 static void capture(clb_session *s, int64_t number, const clb_rows *rows) {
     int64_t width = s->model->config.index_topk + 1;
     for (int64_t r = 0; r < rows->n; r++) {
-        const clb_selection *set = &s->selected[r];
+        const clb_selection *set = &s->scratch->selected[r];
         int32_t *out = s->captured + (number * s->max_rows + r) * width;
         out[0] = set->dense ? -1 : set->count;
         if (!set->dense) memcpy(out + 1, set->index, (size_t)set->count * sizeof *out);
@@ -94,22 +96,23 @@ static void capture(clb_session *s, int64_t number, const clb_rows *rows) {
 }
 
 int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error) {
+    clb_scratch *t = s->scratch;
     clb_layer *layer = &s->model->layers[number];
     int64_t hidden = s->model->config.hidden;
     int32_t code = CLB_OK;
     clb_attend(s, layer, number, rows);
     clb_residency_poll(s->model);
     if (s->captured) capture(s, number, rows);
-    clb_add_rows(s, s->branch, rows->n);
-    clb_rmsnorm_rows(s->model, s->x, layer->v[CLB_POST_NORM], rows->n, s->normed, hidden);
-    clb_input_set(&s->in_mlp, s->normed, hidden, rows->n, hidden);
+    clb_add_rows(s, t->branch, rows->n);
+    clb_rmsnorm_rows(s->model, t->x, layer->v[CLB_POST_NORM], rows->n, t->normed, hidden);
+    clb_input_set(&t->in_mlp, t->normed, hidden, rows->n, hidden);
     if (layer->sparse) {
         clb_route_rows(s, layer, number, rows->n);
         code = clb_moe(s, layer, number, rows->n, error);
     } else {
-        clb_mlp(s, layer, rows->n, s->branch);
+        clb_mlp(s, layer, rows->n, t->branch);
     }
-    clb_add_rows(s, s->branch, rows->n);
+    clb_add_rows(s, t->branch, rows->n);
     s->counters.dense_bytes += layer->dense_bytes;
     return code;
 }
@@ -142,6 +145,7 @@ static float *hidden_room(clb_session *s, int64_t n) {
 
 static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
                         clb_error *error) {
+    clb_scratch *t = s->scratch;
     clb_model *m = s->model;
     int64_t hidden = m->config.hidden;
     clb_rows rows = {.n = n, .position = s->length, .cache_row = s->length};
@@ -149,7 +153,7 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
     if (code) return code;
     clb_residency_commit(s);
     clb_set_angles(s, &rows);
-    clb_embed(s, ids, n, s->x, hidden);
+    clb_embed(s, ids, n, t->x, hidden);
     for (int64_t i = 0; i < m->config.layers; i++) {
         if (clb_cancelled(s)) return clb_fail(error, CLB_CANCELLED, "cancelled");
         clb_attention_input(s, &m->layers[i], n);
@@ -162,7 +166,7 @@ static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t w
         clb_tell(s, i, 1.0);
     }
     float *out = hidden_room(s, n);
-    clb_rmsnorm_rows(m, s->x, m->top.v[CLB_NORM], n, out, hidden);
+    clb_rmsnorm_rows(m, t->x, m->top.v[CLB_NORM], n, out, hidden);
     if (want == CLB_LOGITS_ALL) clb_head(s, out, n, logits);
     if (want == CLB_LOGITS_LAST) clb_head(s, out + (n - 1) * hidden, 1, logits);
     s->step_start = s->length;

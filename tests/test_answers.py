@@ -22,7 +22,7 @@ def tight() -> str:
     engine = Engine.open(Settings.resolve({"threads": "1"}, {}))
     demand = engine.demand()
     slots = 8 * demand.layer_slots_bytes + demand.spares * demand.slot
-    need = demand.dense + demand.session + RESERVE + slots
+    need = demand.dense + demand.sessions + RESERVE + slots
     return f"{need / (1 << 20) + 0.01:.3f}M"
 
 

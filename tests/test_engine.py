@@ -158,6 +158,16 @@ def test_a_model_larger_than_memory_reads_prompts_in_larger_chunks(engine, monke
     assert forwards == [5, 1] and turns[0].receipt.prompt_tokens == 606
 
 
+def test_conversations_pay_for_one_scratch():
+    """However many conversations there are, memory is set aside for one step of one of them."""
+    settings = Settings.resolve({"threads": "1"}, {})
+    one, four = (Engine.open(settings, conversations=n) for n in (1, 4))
+    session = four.new_slot().session
+    assert session.scratch is four.slot.session.scratch
+    assert four.demand().caches == 4 * one.demand().caches == 4 * session.bytes
+    assert four.demand().scratch == one.demand().scratch == session.scratch.bytes
+
+
 def test_larger_chunks_take_little_of_the_room():
     """Rows double while the scratch that it takes more is at most 1/32 of what is left for experts;
     steps that are not of many rows stay as they are."""

@@ -18,10 +18,11 @@ from colibri.forecast import (
     RETAINED,
     Forecaster,
     budgets,
+    cache_bytes,
     calibrated,
     distinct,
     lengths,
-    session_bytes,
+    scratch_bytes,
 )  # fmt: skip
 from colibri.info import info_of
 from colibri.knobs import Settings
@@ -102,14 +103,16 @@ def test_slow_products_are_the_limit(demo_container):
     assert parts.limit == "arithmetic"
 
 
-def test_session_bytes(demo_container):
-    """What a session takes is known within three percent without making one."""
+def test_bytes_of_a_session(demo_container):
+    """What caches and scratch take is known within three percent without making them."""
     for context in (128, 1024):
         settings = Settings.resolve({"threads": "1", "context": str(context)}, {})
         engine = Engine.open(settings)
-        rows = engine.slot.session.max_rows
-        found = session_bytes(of_container(demo_container), context, 1, rows)
-        assert found == pytest.approx(engine.slot.session.bytes, rel=0.03)
+        session, shape = engine.slot.session, of_container(demo_container)
+        caches = cache_bytes(shape, context, session.max_rows)
+        assert caches == pytest.approx(session.bytes, rel=0.03)
+        scratch = scratch_bytes(shape, context, 1, session.max_rows)
+        assert scratch == pytest.approx(session.scratch.bytes, rel=0.03)
 
 
 # ---- hit rates ----------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ def test_slots_are_the_plans(glm):
     forecaster = Forecaster(glm, SLOW)
     demand = forecaster.demand(8192, 64 * GIB)
     forecast = forecaster.forecast(64 * GIB, 1000, 8192)
-    left = 64 * GIB - glm.resident - demand.session - RESERVE
+    left = 64 * GIB - glm.resident - demand.sessions - RESERVE
     whole, rest = divmod(left - forecaster.spares * RECORD, 75 * RECORD + glm.mtp_expert.total)
     assert forecast.slots == whole + rest // RECORD / 75
     assert forecast.footprint <= 64 * GIB and forecast.io == "direct"
@@ -306,6 +309,6 @@ def test_the_context_that_is_advised_fits():
     for ram in (24 << 30, 48 << 30, 120 << 30):
         size = advised(ram, shape.resident, shape.token_bytes)
         demand = forecaster.demand(size, ram)
-        assert demand.dense + demand.session + RESERVE <= ram
+        assert demand.dense + demand.sessions + RESERVE <= ram
         larger = forecaster.demand(size * 5 // 4, ram)
-        assert larger.dense + larger.session + RESERVE > ram
+        assert larger.dense + larger.sessions + RESERVE > ram

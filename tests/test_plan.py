@@ -9,8 +9,8 @@ from colibri.plan import Demand, make_plan
 
 MB, GB = 1 << 20, 1 << 30
 DEMAND = Demand(
-    dense=500 * MB, session=100 * MB, container=9 * GB, experts=128, layers=21, slot=4 * MB,
-    mtp_slot=8 * MB, experts_per_token=8,
+    dense=500 * MB, caches=100 * MB, scratch=0, container=9 * GB, experts=128, layers=21,
+    slot=4 * MB, mtp_slot=8 * MB, experts_per_token=8,
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_what_the_disk_does_best_is_asked_only_to_stream():
 
 def test_small_containers_are_mapped():
     """A container that starts in a blink is left to the page cache."""
-    small = Demand(8 * MB, 8 * MB, 10 * MB, 32, 5, 49152)
+    small = Demand(8 * MB, 4 * MB, 4 * MB, 10 * MB, 32, 5, 49152)
     assert make_plan(small, GB).io == "mmap"
 
 
@@ -85,10 +85,10 @@ def test_no_slot_is_refused():
 @pytest.mark.parametrize(("io", "beside"), [("auto", 500 * MB), ("direct", 592 * MB)])
 def test_fewer_conversations_are_suggested(io, beside):
     """When conversations are too many, the number that fits is told, and it does fit."""
-    many = replace(DEMAND, session=64 * 100 * MB, conversations=64)
+    many = replace(DEMAND, caches=64 * 100 * MB, conversations=64)
     with pytest.raises(UsageError, match=r", or --conversations 3 at most$"):
         make_plan(many, beside + 399 * MB, io=io)
-    make_plan(replace(many, session=300 * MB, conversations=3), beside + 399 * MB, io=io)
+    make_plan(replace(many, caches=300 * MB, conversations=3), beside + 399 * MB, io=io)
     for demand in (DEMAND, many):
         with pytest.raises(UsageError) as caught:
             make_plan(demand, beside + 99 * MB, io=io)

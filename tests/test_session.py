@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from colibri._core import ffi
 from colibri.container import Container
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model
+from colibri.scratch import Scratch
 from colibri.session import Session
 
 CONTEXT, ROWS = 96, 8
@@ -279,6 +281,7 @@ import os, signal, threading
 from colibri import demo
 from colibri.container import Container
 from colibri.model import Model
+from colibri.scratch import Scratch
 from colibri.session import Session
 
 session, raised = Session(Model.open(Container.open(demo.MODEL)), 96, 8), 0
@@ -410,3 +413,57 @@ def test_logits_wanted(session):
     session.rewind(0)
     assert session.step_all(PROMPT[:ROWS], "none").shape[0] == 0
     assert np.array_equal(last, rows[-1:])
+
+
+# ---- one scratch -------------------------------------------------------------------------------
+
+
+def strokes(session: Session, ids: list[int]) -> Iterator[bytes]:
+    """A prompt, a verified batch of which one row is kept, drafts and a last step, one by one; all
+    that each gives."""
+    yield session.prefill(ids).tobytes()
+    yield session.step_all([5, 6, 7]).tobytes()
+    kept = session.hidden[:1].copy()
+    session.rewind(len(ids) + 1)
+    yield kept.tobytes()
+    if session.model.has_mtp:
+        recycled = np.empty(session.model.config.hidden_size, np.float32)
+        session.mtp_rewind(0)
+        hidden = np.repeat(kept, ROWS, axis=0)
+        for begin in range(0, len(ids), ROWS):
+            yield session.mtp_absorb(hidden, ids[begin : begin + ROWS], recycled).tobytes()
+        for step in (1, 2):
+            yield session.mtp_draft(9, step, recycled).tobytes() + recycled.tobytes()
+    yield session.step_all([8]).tobytes()
+
+
+@pytest.mark.parametrize("choosing", [False, True], ids=["all keys", "chosen keys"])
+def test_conversations_that_share_a_scratch(choosing, model, tmp_path):
+    """Sessions of different sizes that take turns in one scratch, a call each, give the bits that
+    each gives alone in its own; also where rows attend to few of the keys."""
+    if choosing:
+        tiny.write(tmp_path, tiny.GROUPS, seed=7)
+        model = Model.open(Container.open(tmp_path), mtp=model.has_mtp)
+    prompts = [[n % model.config.vocab_size for n in (*ids, *ids)] for ids in (PROMPT, range(80))]
+    sizes = [(96, ROWS), (192, 5 * ROWS)]
+    alone = [Session(model, *size) for size in sizes]
+    expected = [list(strokes(one, ids)) for one, ids in zip(alone, prompts, strict=True)]
+    scratch = Scratch(model, 192, 5 * ROWS)
+    shared = [Session(model, *size, scratch) for size in sizes]
+    turns = [strokes(one, ids) for one, ids in zip(shared, prompts, strict=True)]
+    found: list[list[bytes]] = [[], []]
+    for both in zip_longest(*turns):
+        for mine, given in zip(found, both, strict=True):
+            mine += [given] if given is not None else []
+    assert found == expected
+    assert [state(one) for one in shared] == [state(one) for one in alone]
+
+
+def test_a_scratch_that_is_too_small(model):
+    """A session asks for no more context and rows than its scratch is for."""
+    scratch = Scratch(model, CONTEXT, ROWS)
+    for context, rows in ((CONTEXT + 1, ROWS), (CONTEXT, ROWS + 1)):
+        with pytest.raises(CoreError, match=r"not possible in a scratch for 96 with 8$"):
+            Session(model, context, rows, scratch)
+    with pytest.raises(CoreError, match="is not possible"):
+        Scratch(model, 1 << 25, 1)
