@@ -317,7 +317,8 @@ class Bench:
         demand = Demand.of(
             config,
             dense=model.dense_bytes,
-            session=session.bytes,
+            caches=session.bytes,
+            scratch=session.scratch.bytes,
             container=self.container.bytes,
             slot=model.slot_bytes(),
             spares=0 if arm.pilot == "off" else PILOT_SLOTS,

@@ -188,7 +188,7 @@ class Doctor:
         if self.container is None:
             return _skipped("disk")
         shape = of_container(self.container, mtp=False)
-        rate = disk_of(self.container, shape.expert.total, 64 << 20).rate
+        rate = disk_of(self.container, shape.expert.total, size=64 << 20).rate
         text = f"reads expert records at {rate / 1e9:.3g} GB/s"
         small = shape.files < 1 << 30
         if rate < SLOW_DISK and not small:

@@ -192,7 +192,7 @@ class Forecaster:
         missed = used * (1 - hits)
         some = 1 - hits**used  # of the layers: those that miss any
         reading = self._reading(missed / some, shape.expert) if some else 0.0
-        waiting = some * max(0.0, reading + one - computing)
+        waiting = some * (self._last_behind(reading, one, used) - computing)
         other = rows * layers * self.speeds.layer_seconds  # norms, choices: each row its own
         parts = {DISK: sparse * waiting, MEMORY: 0.0, PRODUCTS: attention, STEPS: other}
         parts[bound] += dense + head
@@ -213,7 +213,8 @@ class Forecaster:
             missing = union - (self._kept(slots, union) if start else 0.0)
             reading = self._reading(missing, shape.expert)
             attention = rows * self._attention(start + rows // 2)
-            seconds += dense + attention + shape.sparse_layer_count * max(reading, computing)
+            both = self.speeds.beside.both(reading, computing)
+            seconds += dense + attention + shape.sparse_layer_count * both
             seconds += config.num_hidden_layers * self.speeds.layer_seconds
         return seconds
 
@@ -234,7 +235,7 @@ class Forecaster:
         one, _ = self._seconds(shape.mtp_expert, 1)
         mtp_hits = self.locality.hits(slots, config.n_routed_experts, used)
         reading = self._reading(used * (1 - mtp_hits), shape.mtp_expert)
-        draft = dense + head + max(reading + one, used * one) + self.speeds.layer_seconds
+        draft = dense + head + self._last_behind(reading, one, used) + self.speeds.layer_seconds
         return (1 + ACCEPTED) / (verify + draft)
 
     # ---- seconds ----------------------------------------------------------------------------
@@ -249,6 +250,10 @@ class Forecaster:
             bound[PRODUCTS if computing > reading else MEMORY] += max(reading, computing)
         limit = max(bound, key=lambda name: bound[name])
         return times * sum(bound.values()), limit
+
+    def _last_behind(self, reading: float, one: float, used: float) -> float:
+        """Seconds of computing `used` experts while some are read, the last one after that."""
+        return one + self.speeds.beside.both(reading, (used - 1) * one)
 
     def _reading(self, experts: float, expert: Work) -> float:
         """Seconds until so many experts of a layer are there."""
@@ -321,7 +326,7 @@ def measure_machine(
     seconds = probe.step_seconds(demo_container, threads, isa)
     cached = probe.measure(threads, kinds_of(small), disk.rate, source, small.files, isa)
     layer = calibrated(cached, small, seconds).layer_seconds
-    return replace(found, layer_seconds=layer, latency=disk.latency)
+    return replace(found, layer_seconds=layer, latency=disk.latency, beside=disk.beside)
 
 
 def kinds_of(*shapes: Shape) -> set[str]:

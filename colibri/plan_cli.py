@@ -129,7 +129,7 @@ def _speeds(
     from colibri.memory import physical_cores
 
     threads = settings.threads or physical_cores()
-    disk, source = _disk(options["disk"], shape, container)
+    disk, source = _disk(options["disk"], shape, container, 0 if options["memory"] else threads)
     if options["memory"]:
         sources = {"memory": "given", "disk": source}
         memory = options["memory"] * 1e9
@@ -138,15 +138,15 @@ def _speeds(
 
 
 def _disk(
-    asked: str | None, shape: "Shape", container: "Container | None"
+    asked: str | None, shape: "Shape", container: "Container | None", threads: int
 ) -> tuple["DiskSpeed", str]:
-    """How fast the disk is, and where the figures come from."""
+    """How fast the disk is, beside so many threads if any, and where the figures come from."""
     from colibri import probe
 
     if asked is None:
         if container is None:
             return probe.DiskSpeed(probe.ASSUMED_DISK, probe.ASSUMED_LATENCY), "assumed"
-        return probe.disk_of(container, shape.expert.total), "measured"
+        return probe.disk_of(container, shape.expert.total, threads), "measured"
     try:
         rate = float(asked)
     except ValueError:
@@ -155,7 +155,7 @@ def _disk(
             raise UsageError(
                 f"--disk is {asked!r}; expected GB/s such as 6.5, or a directory"
             ) from None
-        return probe.disk_at(path), "measured"
+        return probe.disk_at(path, threads), "measured"
     _require_range("disk", rate, 0.001, 1000)
     return probe.DiskSpeed(rate * 1e9, probe.ASSUMED_LATENCY), "given"
 

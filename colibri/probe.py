@@ -41,6 +41,24 @@ _BARRIER_BYTES = 8 << 20  # a thread reads between two barriers: so much that th
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
 
+class Beside(NamedTuple):
+    """What is left of either's speed while a disk is read and all threads compute: all of it,
+    unless the computing cores work the disk, as they do a virtual machine's."""
+
+    reading: float = 1.0
+    computing: float = 1.0
+
+    def both(self, reading: float, computing: float) -> float:
+        """Seconds until both are done, of two that alone would take so many."""
+        return max(
+            reading + computing * (1 - self.reading) / self.computing,
+            computing + reading * (1 - self.computing) / self.reading,
+        )
+
+
+APART = Beside()
+
+
 @dataclass(frozen=True)
 class Speeds:
     """What a machine does: bytes a second of `threads` threads together from memory, and of the
@@ -57,6 +75,7 @@ class Speeds:
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     layer_seconds: float = ASSUMED_LAYER
     latency: float = ASSUMED_LATENCY  # seconds that a read takes beside its bytes
+    beside: Beside = APART
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def multiply(self, kind: str, rows: int) -> float | None:
@@ -179,15 +198,19 @@ class DiskSpeed(NamedTuple):
 
     rate: float
     latency: float
+    beside: Beside = APART
 
 
-def disk_of(container: Container, record_bytes: int, size: int = 96 << 20) -> DiskSpeed:
-    """How fast expert records of a container are read, by the best of a few ways."""
-    return _measure(Disk.of_container(container, record_bytes), size)
+def disk_of(
+    container: Container, record_bytes: int, threads: int = 0, size: int = 96 << 20
+) -> DiskSpeed:
+    """How fast expert records of a container are read, by the best of a few ways; and that beside
+    so many threads that compute, if any."""
+    return _measure(Disk.of_container(container, record_bytes), size, threads)
 
 
-def disk_at(directory: Path) -> DiskSpeed:
-    """How fast the disk under a directory is, from a file that is written and removed."""
+def disk_at(directory: Path, threads: int = 0) -> DiskSpeed:
+    """The same of the disk under a directory, from a file that is written and removed."""
     path = directory / f".colibri-probe-{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -197,7 +220,7 @@ def disk_at(directory: Path) -> DiskSpeed:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        return _measure(Disk.of_file(path, 16 * _PIECE), _FILE_BYTES)
+        return _measure(Disk.of_file(path, 16 * _PIECE), _FILE_BYTES, threads)
     except OSError as why:
         raise UsageError(
             f"--disk {directory}: cannot be measured ({why.strerror}); give GB/s instead"
@@ -207,7 +230,7 @@ def disk_at(directory: Path) -> DiskSpeed:
             path.unlink(missing_ok=True)
 
 
-def _measure(disk: Disk, size: int) -> DiskSpeed:
+def _measure(disk: Disk, size: int, threads: int) -> DiskSpeed:
     """The best of a few ways; then records that are read one by one."""
     piece = min(_PIECE, disk.record_bytes)
     ways = [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
@@ -216,7 +239,30 @@ def _measure(disk: Disk, size: int) -> DiskSpeed:
     best = rates[way]
     record = disk.record_bytes
     alone = disk.measure(DiskWay(way.direct, piece, -(-record // piece)), size // 3)
-    return DiskSpeed(best, max(0.0, record / alone - record / best) if alone else ASSUMED_LATENCY)
+    latency = max(0.0, record / alone - record / best) if alone else ASSUMED_LATENCY
+    beside = _beside(disk, way, best, size, threads) if threads else APART
+    return DiskSpeed(best, latency, beside)
+
+
+def _beside(disk: Disk, way: DiskWay, alone: float, size: int, threads: int) -> Beside:
+    """The disk by one way and products from registers, alone and both at once."""
+    isa, over = available_isas()[-1], threading.Event()
+    free = machine.dot_peak(isa, threads, 0.15)
+
+    def read() -> float:
+        rates = []
+        while not rates or not over.is_set():
+            rates.append(disk.measure(way, size) or alone)
+        return float(np.mean(rates))
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            shared = machine.dot_peak(isa, threads, 0.3)
+        finally:
+            over.set()
+        rate = reading.result()
+    return Beside(*(min(1.0, max(0.05, share)) for share in (rate / alone, shared / free)))
 
 
 def measure(

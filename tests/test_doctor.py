@@ -29,7 +29,7 @@ def examine(root: Path = Path("/"), **flags: str) -> dict[str, Finding]:
 def quick(monkeypatch):
     """Rates are not what is tested here."""
     monkeypatch.setattr("colibri.machine.read_bandwidth", lambda *arguments: 20e9)
-    monkeypatch.setattr("colibri.probe.disk_of", lambda *arguments: DiskSpeed(3e9, 1e-4))
+    monkeypatch.setattr("colibri.probe.disk_of", lambda *arguments, **more: DiskSpeed(3e9, 1e-4))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_file_systems(tmp_path, copy, kind, status):
 
 def test_a_slow_disk(monkeypatch, tmp_path, copy):
     """A large model on a slow disk: what a token costs there, and what kind of disk helps."""
-    monkeypatch.setattr("colibri.probe.disk_of", lambda *arguments: DiskSpeed(0.1e9, 1e-4))
+    monkeypatch.setattr("colibri.probe.disk_of", lambda *arguments, **more: DiskSpeed(0.1e9, 1e-4))
     assert examine(model=str(copy))["disk"].status == OK  # the demo needs no disk
     real = shapes.of_container
     monkeypatch.setattr(

@@ -31,7 +31,7 @@ from colibri.locality import TEXT, Locality, of_trace
 from colibri.lrfu import hit_rate
 from colibri.memory import RESERVE
 from colibri.plan import make_plan
-from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Speeds
+from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Beside, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
 from colibri.trace import Trace
 
@@ -191,6 +191,21 @@ def test_a_few_missing(glm):
     missed = 8 * 0.05 / some  # of a layer that misses any
     waiting = 0.01 + missed * RECORD / (5 * GB) + one - 8 * one
     assert Forecaster(glm, slow).step(0.95, 0).read == pytest.approx(75 * some * waiting)
+
+
+def test_cores_that_work_the_disk(glm):
+    """Where reading and computing take each other's cores, neither hides the other: with halves
+    of both, a step takes the sum; with all of both, the longer."""
+    halves = replace(SLOW, beside=Beside(0.5, 0.5))
+    one = RECORD / (50 * GB)
+    layer = LATENCY + 8 * RECORD / (5 * GB) + 8 * one
+    parts = Forecaster(glm, halves).step(0.0, 0)
+    assert parts.read + parts.experts == pytest.approx(75 * layer)
+    assert Beside().both(3, 2) == 3 and Beside(0.5, 0.5).both(3, 2) == 5
+    assert Beside(1, 0.5).both(3, 2) == 3.5  # after 3 s of reading 0.5 s of work is left
+    assert Beside(0.5, 1).both(2, 3) == 3.5 and Beside(0.5, 1).both(2, 9) == 9
+    cached = Forecaster(glm, halves).step(1.0, 0)
+    assert cached == Forecaster(glm, SLOW).step(1.0, 0)
 
 
 def test_products_limit_a_fast_memory(glm):

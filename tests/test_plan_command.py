@@ -22,7 +22,7 @@ def still(monkeypatch):
     rates = dict.fromkeys(("int4", "int8", "f32"), (10000000000.0, 20000000000.0))
     monkeypatch.setattr(probe, "products", lambda *arguments: rates)
     monkeypatch.setattr(probe, "bandwidth", lambda *arguments: 20e9)
-    monkeypatch.setattr(probe, "disk_of", lambda *arguments: DiskSpeed(2e9, 1e-4))
+    monkeypatch.setattr(probe, "disk_of", lambda *arguments, **more: DiskSpeed(2e9, 1e-4))
     monkeypatch.setattr(probe, "step_seconds", lambda *arguments: 1e-3)
     monkeypatch.setattr(machine, "read_bandwidth", lambda *arguments: 20e9)
     monkeypatch.setattr(machine, "dot_peak", lambda *arguments: 20e9)
@@ -189,12 +189,14 @@ def test_published_figures():
     assert "| 0.05-0.1 |" in lines[2] and "disk" in lines[2]
 
 
-def test_a_look_at_this_machine():
+def test_a_look_at_this_machine(demo_container):
     """The probe itself gives a rate for every format and row count."""
     rates = probe.products("scalar", ["int4", "f32"], 2, 40 << 20, 0.02)
     assert set(rates) == {"int4", "f32", probe.ABSORBED}
     assert all(one > 0 and many > 0 for one, many in rates.values())
     assert probe.bandwidth(1, 1 << 20) > 1e6
+    disk = probe.disk_of(demo_container, 1 << 20, 1)
+    assert disk.rate > 1e6 and all(0 < share <= 1 for share in disk.beside)
     speeds = Speeds(2, 1e10, 1e9, dict.fromkeys(rates, (1e9, 2e9)))
     assert speeds.multiply("int4", 2) > speeds.multiply("int4", 1) * 0.5
     assert speeds.multiply("int2", 1) is None

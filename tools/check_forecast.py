@@ -73,7 +73,7 @@ def _once(
     container: Container, request: Request, arm: Arm, shape: Shape, where: Locality
 ) -> dict[str, Any]:
     (threads,) = request.threads
-    disk = probe.disk_of(container, shape.expert.total)
+    disk = probe.disk_of(container, shape.expert.total, threads)
     speeds = measure_machine(shape, threads, disk, "measured")
     context, position = 2 * request.tokens + SETTLE, 3 * request.tokens // 2
     forecast = Forecaster(shape, speeds, where).forecast(arm.ram, position, context, arm.io)
