@@ -82,7 +82,8 @@ def spent(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     kinds = ("expert_bytes", "dense_bytes", "head_bytes")
     change = {name: after[name] - before[name] for name in after}
     guessed = change["pilot_useful"] * change["expert_bytes"] // max(1, change["expert_uses"])
-    return sum(change[k] for k in kinds), change["read_bytes"] + guessed
+    asked_for = change["read_bytes"] - change["pilot_bytes"]
+    return sum(change[k] for k in kinds), asked_for + guessed
 
 
 def hash_of(picks: list[int], values: np.ndarray) -> str:

@@ -143,7 +143,7 @@ def _folded(text: str, width: int | None, indent: int = 0) -> str:
 
 
 def _segments(ledger: Ledger, width: int | None) -> list[str]:
-    """A line per segment and their sum; loaded are the experts read, MB are 10^6 bytes.
+    """A line per segment and their sum; loaded are the experts read, ahead or not, MB are 10^6 bytes.
 
     Where that is too wide, a line per figure, with as many segments beside each other as fit.
     """
@@ -182,7 +182,7 @@ def _figures(segment: Segment) -> list[float]:
     return [
         segment.forwards, segment.rows, segment.tokens, segment.seconds * 1000,
         core.get("expert_uses", 0), core.get("expert_bytes", 0) / 1e6,
-        core.get("expert_loads", 0), core.get("read_bytes", 0) / 1e6,
+        core.get("expert_loads", 0) + core.get("pilot_reads", 0), core.get("read_bytes", 0) / 1e6,
         core.get("dense_bytes", 0) / 1e6, core.get("head_bytes", 0) / 1e6,
         core.get("index_scores", 0),
     ]  # fmt: skip
@@ -222,12 +222,16 @@ def _experts(receipt: Receipt, counters: dict[str, int]) -> str:
     if not receipt.slots_per_layer:
         return f"{used}, {receipt.io}"
     waited = _seconds(counters["read_wait_ns"] / 1e9)
-    text = (
-        f"{used}, {counters['expert_loads']} read ({file_size(counters['read_bytes'])}, "
-        f"{receipt.io}), {waited} waited, {plural(receipt.slots_per_layer, 'slot')} a layer"
-    )
+    ahead = ""
     if counters["pilot_reads"]:
-        text += f", {counters['pilot_useful']} of {counters['pilot_reads']} read ahead were of use"
+        ahead = (
+            f" when asked for, {counters['pilot_reads']} ahead "
+            f"({counters['pilot_useful']} of them of use)"
+        )
+    text = (
+        f"{used}, {counters['expert_loads']} read{ahead}, {file_size(counters['read_bytes'])} in "
+        f"all, {receipt.io}, {waited} waited, {plural(receipt.slots_per_layer, 'slot')} a layer"
+    )
     if counters["mirror_bytes"]:
         text += f", {file_size(counters['mirror_bytes'])} of all from mirrors"
     if counters["repeated_reads"]:

@@ -43,8 +43,10 @@ def parts(receipt: Receipt) -> list[str]:
 
 def hit_rate(receipt: Receipt) -> float | None:
     """Fraction of the answer's expert uses that found the expert in a slot; None where mapped."""
-    uses = receipt.answer_counters["expert_uses"]
+    counters = receipt.answer_counters
+    uses = counters["expert_uses"]
     if not receipt.slots_per_layer or not uses:
         return None
-    loads = receipt.answer_counters["expert_loads"]  # a cancelled step's count, its uses do not
-    return 1 - min(loads, uses) / uses
+    # Read ahead is not found in memory. A cancelled step's reads count, its uses do not.
+    missed = counters["expert_loads"] + counters["pilot_useful"]
+    return 1 - min(missed, uses) / uses

@@ -112,9 +112,11 @@ enum { CLB_CACHE_KV, CLB_CACHE_INDEX };
 typedef struct clb_counters {
     int64_t forwards, rows;                 /* step_all calls and their rows */
     int64_t expert_uses, expert_bytes;      /* distinct experts computed, and their bytes */
-    int64_t expert_loads, read_bytes;       /* those not in memory nor read ahead; their bytes */
+    int64_t expert_loads;                   /* those not in memory nor read ahead */
+    int64_t read_bytes;                     /* of all experts that were read, ahead or not */
     int64_t read_wait_ns;                   /* time spent waiting for them */
-    int64_t pilot_reads, pilot_useful;      /* experts guessed and read; those then asked for */
+    int64_t pilot_reads, pilot_bytes;       /* experts guessed and read, and their bytes; */
+    int64_t pilot_useful;                   /* those then asked for */
     int64_t mirror_bytes;                   /* not read from drive 0, of all that was read */
     int64_t repeated_reads;                 /* that failed or fell short at first */
     int64_t dense_bytes, head_bytes;        /* dense and lm_head weights read */

@@ -89,6 +89,8 @@ static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t ra
         r->pilot.trust[rank].next = r->pilot.hints + r->pilot.trust[rank].gap;
         clb_load_start(s->model, &r->pools[0], r->pilot.stage[i], layer, expert);
         s->counters.pilot_reads++;
+        s->counters.pilot_bytes += s->model->layers[layer].expert_bytes;
+        s->counters.read_bytes += s->model->layers[layer].expert_bytes;
         return true;
     }
     return false;

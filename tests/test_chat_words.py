@@ -119,7 +119,7 @@ def test_half_characters_are_replaced():
 
 def receipt(**changes) -> Receipt:
     """A turn of 10 tokens in two seconds."""
-    counters = {"expert_uses": 200, "expert_loads": 50}
+    counters = {"expert_uses": 200, "expert_loads": 30, "pilot_useful": 20}
     values = {
         "model": "m", "isa": "scalar", "threads": 1, "io": "direct", "slots_per_layer": 8,
         "load_seconds": 0.0, "context": 4096, "prompt_tokens": 100, "reused_tokens": 0,

@@ -24,6 +24,9 @@ EVERY = 0.25  # seconds between two states
 RECENT = 12  # ended turns remembered
 _FADE = 0.97  # of an expert's heat a step
 _DIGITS = "0123456789"
+_EXPERTS = (
+    "expert_uses", "expert_loads", "pilot_useful", "expert_bytes", "read_bytes", "read_wait_ns",
+)  # fmt: skip
 
 
 class Watch:
@@ -170,7 +173,7 @@ def _ledger(ledger: dict[str, Any]) -> dict[str, Any]:
     segments = ledger["segments"]
     total: dict[str, int] = {}
     for segment in segments.values():
-        for name in ("expert_uses", "expert_loads", "expert_bytes", "read_bytes", "read_wait_ns"):
+        for name in _EXPERTS:
             total[name] = total.get(name, 0) + segment.get(name, 0)
     return {
         "proposed": ledger["proposed"],
@@ -185,7 +188,7 @@ def _ledger(ledger: dict[str, Any]) -> dict[str, Any]:
 def _experts(counters: dict[str, int]) -> dict[str, float]:
     return {
         "used": counters["expert_uses"],
-        "missed": counters["expert_loads"],
+        "missed": counters["expert_loads"] + counters["pilot_useful"],
         "used_bytes": counters["expert_bytes"],
         "read_bytes": counters["read_bytes"],
         "wait_seconds": counters["read_wait_ns"] / 1e9,
