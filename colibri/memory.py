@@ -130,7 +130,7 @@ def _number(path: Path) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())  # mount points have names in any encoding
     except OSError:
         return ""
 

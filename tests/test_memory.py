@@ -99,6 +99,15 @@ def test_container_sees_only_its_mount(root):
     assert available(root).available == GIB
 
 
+def test_names_that_are_not_utf8(root):
+    """A drive mounted under a name in Latin-1 does not hide the limits."""
+    v2(root)
+    write(root, {"sys/fs/cgroup/memory.max": GIB, "sys/fs/cgroup/memory.current": 0})
+    mounts = root / "proc/self/mountinfo"
+    mounts.write_bytes(b"30 24 8:1 / /media/Caf\xe9 rw - ext4 /dev/sdb1 rw\n" + mounts.read_bytes())
+    assert available(root).available == GIB
+
+
 def test_cgroup_v1(root):
     """The old hierarchy, where no limit is a huge number."""
     v1(root)
