@@ -365,7 +365,12 @@ def _state_directory(asked: str | None, environ: Mapping[str, str]) -> str | Non
 
 def debug_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether tracebacks are wanted; asked before Settings exist, so it never raises."""
-    return any(environ.get(name, "0") not in ("", "0") for name in BY_NAME["debug"].variables)
+    knob = BY_NAME["debug"]
+    found = _find(knob, {}, environ)
+    try:
+        return found is not None and knob.read(*found)
+    except UsageError:
+        return True  # which is the error to be told
 
 
 def quieten_numpy(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -137,6 +137,19 @@ def test_unknown_variables():
     assert knobs.unknown_variables(dict.fromkeys((k.variables[0] for k in KNOBS), "1")) == []
 
 
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, False), ({"COLIBRI_DEBUG": "1"}, True), ({"COLI_DEBUG": "yes"}, True),
+        ({"COLIBRI_DEBUG": "off"}, False), ({"COLIBRI_DEBUG": "0", "COLI_DEBUG": "1"}, False),
+    ],
+)  # fmt: skip
+def test_tracebacks_are_wanted_as_the_knob_says(environ, wanted):
+    """Before there are Settings the switch is read as they read it; nonsense raises nothing."""
+    assert knobs.debug_wanted(environ) == Settings.resolve({}, environ).debug == wanted
+    assert knobs.debug_wanted({"COLIBRI_DEBUG": "perhaps"})
+
+
 def test_screen():
     """NO_COLOR, COLUMNS and TERM are understood; a COLUMNS that is no number is ignored."""
     assert Settings.resolve({}, {}).screen == knobs.Screen(True, None, False)
