@@ -1,6 +1,7 @@
 """JSON as a file format: duplicate keys, NaN, runaway nesting and bad UTF-8 are errors."""
 
 import json
+import math
 from typing import Any
 
 from colibri.errors import ColibriError
@@ -19,7 +20,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def no_number(text: str) -> Any:
     """For `parse_constant`: NaN and its like are no JSON."""
-    raise ValueError(f"{text} is not a JSON number")
+    raise ValueError(f"{text[:40]} is not a JSON number")
+
+
+def finite(text: str) -> float:
+    """For `parse_float`: ValueError for what a float cannot hold; infinity is no JSON again."""
+    value = float(text)
+    return value if math.isfinite(value) else no_number(text)
 
 
 # strict: control characters inside strings are refused too.

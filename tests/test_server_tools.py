@@ -93,6 +93,8 @@ def parsed(text: str, tokens: bool = True, stopped: bool = True) -> tuple[str, l
         (call("write", either="x", free='"q"'), "", [("write", {"either": "x", "free": '"q"'})]),
         (call("write", lines="many", options="{"), "",
          [("write", {"lines": "many", "options": "{"})]),
+        (call("write", lines="1e999", free="[-1e999]"), "",
+         [("write", {"lines": "1e999", "free": "[-1e999]"})]),
         (call("unknown", k="v", n="1"), "", [("unknown", {"k": "v", "n": 1})]),
         (call("not a name!"), call("not a name!"), []),
         ("a < b <tool", "a < b <tool", []),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from colibri.answer import MARK, Piece
-from colibri.strictjson import no_number
+from colibri.strictjson import finite, no_number
 from colibri.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -258,7 +258,7 @@ def _type_of(value: Any) -> str:
 def _json_of(text: str, types: set[str]) -> str:
     """A value as JSON: the model's own where it is valid and allowed, else its text."""
     try:
-        value = json.loads(text, parse_constant=no_number)
+        value = json.loads(text, parse_constant=no_number, parse_float=finite)
     except (ValueError, RecursionError):
         return _quoted(text)
     kind = _type_of(value)
