@@ -218,6 +218,13 @@ def test_small_prompt_huge_limit(server):
         ({"messages": STORY, "top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"messages": STORY, "stream_options": {}}, "stream_options needs stream"),
         ({"messages": STORY, "tool_choice": "required"}, "there are no tools"),
+        ({"messages": STORY, "reasoning_effort": "low", "chat_template_kwargs":
+          {"reasoning_effort": "high"}}, "reasoning_effort is given in more than one way"),
+        ({"messages": STORY, "reasoning_effort": "none", "thinking": {"type": "enabled"}},
+         "thinking is given in more than one way"),
+        ({"messages": STORY, "thinking": {"type": "enabled", "clear_thinking": True},
+          "chat_template_kwargs": {"clear_thinking": False}},
+         "clear_thinking is given in more than one way"),
         ({"messages": STORY, "model": "gpt-4"}, "this server has 'colibri-demo'"),
     ],
 )  # fmt: skip

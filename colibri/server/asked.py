@@ -145,7 +145,8 @@ def _reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
         switches.add(switch["type"] == "enabled")
     if "none" in efforts:
         switches.add(False)
-    for name, found in (("reasoning_effort", efforts), ("thinking", switches)):
+    said = (("reasoning_effort", efforts), ("thinking", switches), ("clear_thinking", clears))
+    for name, found in said:
         if len(found) > 1:
             raise Refusal(f"{name} is given in more than one way, and they differ.", name)
     effort = next(iter(efforts - {"none"}), None)
