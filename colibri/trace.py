@@ -38,10 +38,12 @@ class Trace:
     count: int
 
     def __post_init__(self) -> None:
-        rows, layers = self.experts.shape[:2]
+        if self.experts.ndim != 3 or self.experts.dtype.kind not in "iu":
+            raise UsageError("the experts of this trace are no table; record it again")
+        rows, layers, _ = self.experts.shape
         if not self.step.shape == self.kept.shape == (rows,) or self.layers.shape != (layers,):
             raise UsageError("the parts of this trace do not belong together; record it again")
-        if self.experts.size and int(self.experts.max()) >= self.count:
+        if self.experts.size and not 0 <= self.experts.min() <= self.experts.max() < self.count:
             raise UsageError(f"this trace names an expert beyond {self.count}; record it again")
 
     def save(self, path: Path) -> None:
@@ -69,7 +71,7 @@ class Trace:
                 return cls(*parts, int(file["count"]))
         except FileNotFoundError:
             raise UsageError(f"{path}: there is no such trace") from None
-        except (OSError, EOFError, KeyError, ValueError, AttributeError, RuntimeError,
+        except (OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, RuntimeError,
                 zipfile.BadZipFile, zlib.error) as why:  # fmt: skip
             raise UsageError(f"{path}: is not a trace that colibri recorded") from why
 

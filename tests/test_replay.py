@@ -234,7 +234,10 @@ def test_other_files_are_no_traces(tmp_path):
     (tmp_path / "text").write_text("hello")
     np.savez(tmp_path / "other.npz", x=np.arange(3))
     np.save(tmp_path / "array.npy", np.arange(3))
-    for name in ("none", "text", "other.npz", "array.npy"):
+    line(0).save(tmp_path / "counts.npz")
+    with np.load(tmp_path / "counts.npz") as file:
+        np.savez(tmp_path / "counts.npz", **{**file, "count": np.arange(2)})
+    for name in ("none", "text", "other.npz", "array.npy", "counts.npz"):
         with pytest.raises(UsageError, match=name):
             Trace.load(tmp_path / name)
 
@@ -243,8 +246,12 @@ def test_parts_must_fit_together():
     """A trace with too few steps, or an expert beyond the layer's, is refused."""
     with pytest.raises(UsageError, match="belong together"):
         trace_of([[[0]], [[1]]], step=[0])
-    with pytest.raises(UsageError, match="beyond 8"):
-        trace_of([[[8]]])
+    for expert in (8, -1):
+        with pytest.raises(UsageError, match="beyond 8"):
+            Trace(np.array([[[expert]]]), np.arange(1), np.ones(1, bool), np.arange(1), 8)
+    for experts in (np.zeros((1, 1)), np.zeros((1, 1), int), np.array([[["a"]]])):
+        with pytest.raises(UsageError, match="no table"):
+            Trace(experts, np.arange(1), np.ones(1, bool), np.arange(1), 8)
 
 
 def test_command_line(recorded, tmp_path, capsys):
