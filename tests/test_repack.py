@@ -203,6 +203,10 @@ def test_hints_are_not_believed_blindly(tmp_path):
     with pytest.raises(ContainerError, match=f"{name} is said to be int8-f16, but is int4"):
         convert_directory(tmp_path / "public", tmp_path / "x")
     path.write_bytes(good)
+    shardkit.edit(path, lambda header: header["__metadata__"].update(colibri="\ud800"))
+    with pytest.raises(ContainerError, match=r"__metadata__\.colibri: not UTF-8"):
+        convert_directory(tmp_path / "public", tmp_path / "x")
+    path.write_bytes(good)
     edit(f'"{name}":"int4-g64-f16"', f'"{name}":"int5"')
     with pytest.raises(ContainerError, match=r"__metadata__\.colibri: format 'int5'"):
         convert_directory(tmp_path / "public", tmp_path / "x")

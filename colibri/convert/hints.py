@@ -25,7 +25,8 @@ def write_hints(forms: Mapping[str, Format]) -> dict[str, str]:
 def read_hints(shard: Shard) -> dict[str, Format]:
     """Formats by matrix name; empty for files that colibri did not write."""
     where = f"{shard.path}: __metadata__.{KEY}"
-    found = parse_object(shard.metadata.get(KEY, "{}").encode(), where, ContainerError)
+    text = shard.metadata.get(KEY, "{}").encode("utf-8", "surrogatepass")
+    found = parse_object(text, where, ContainerError)
     try:
         return {name: Format.parse(text) for name, text in found.items()}
     except (UsageError, AttributeError) as why:
