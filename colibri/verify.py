@@ -298,7 +298,7 @@ def _remedy(directory: Path, path: Path) -> str:
         record = None
     if record is None:
         return f"Fetch or copy {path.name} again"
-    origin = record.get("source", {}).get("origin", {})
+    origin = record["source"]["origin"]
     source = origin.get("directory") or f"hf://{origin.get('repository')}"
     return (
         f"Remove {path.name} and run the conversion from {source} again (its parameters are in "

@@ -21,7 +21,13 @@ import shardkit
 from colibri.container import Container
 from colibri.convert import convert_directory, runner
 from colibri.convert.conversion import execute
-from colibri.convert.manifest import Journal, WorkDirectory, load_journal, write_manifest
+from colibri.convert.manifest import (
+    Journal,
+    WorkDirectory,
+    load_journal,
+    read_record,
+    write_manifest,
+)
 from colibri.convert.plan import Request
 from colibri.convert.planner import make_plan
 from colibri.errors import ContainerError, UsageError
@@ -472,7 +478,19 @@ def test_manifest_of_another_version(source, tmp_path):
     manifest.write_text(json.dumps(fields | {"version": 2}))
     with pytest.raises(ContainerError, match="another version of colibri"):
         run(source, tmp_path)
+    for damaged in ({}, {"files": [1]}, fields | {"more": 1}):
+        manifest.write_text(json.dumps(damaged | {"version": 1}))
+        with pytest.raises(ContainerError, match="lacks something of a manifest"):
+            run(source, tmp_path)
     run(source, tmp_path, replace=True)
+
+
+@pytest.mark.parametrize("text", ['{"source": 5}', '{"parameters": {}, "source": {"origin": []}}'])
+def test_a_record_of_something_else(tmp_path, text):
+    """A conversion.json that says something else is named, not taken for an empty one."""
+    (tmp_path / "conversion.json").write_text(text)
+    with pytest.raises(ContainerError, match=r"conversion\.json: is no record of a conversion"):
+        read_record(tmp_path)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest at `path`; None when there is none."""
+    """The manifest at `path`; None when there is none, ContainerError when it is no manifest."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -120,9 +120,14 @@ def read_manifest(path: Path) -> Manifest | None:
             f"{path}: made by another version of colibri; convert with that version, or remove "
             f"{path.parent} to start again"
         )
-    fields["files"] = tuple(SourceFile(**file) for file in fields["files"])
-    fields["headers"] = tuple(Header(**header) for header in fields["headers"])
-    return Manifest(**fields)
+    try:
+        fields["files"] = tuple(SourceFile(**file) for file in fields["files"])
+        fields["headers"] = tuple(Header(**header) for header in fields["headers"])
+        return Manifest(**fields)
+    except (KeyError, TypeError) as why:
+        raise ContainerError(
+            f"{path}: lacks something of a manifest: {why}; remove {path.parent} to start again"
+        ) from why
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -262,12 +267,20 @@ class WorkDirectory:
 
 
 def read_record(target: Path) -> dict[str, Any] | None:
-    """What conversion.json says: parameters and source of a finished conversion; None without."""
+    """What conversion.json says: parameters and source of a finished conversion; None without.
+
+    ContainerError for a file that says something else.
+    """
     path = target / RECORD
     try:
-        return parse_object(path.read_bytes(), str(path), ContainerError)
+        fields = parse_object(path.read_bytes(), str(path), ContainerError)
     except FileNotFoundError:
         return None
+    source = fields.get("source")
+    origin = source.get("origin") if isinstance(source, dict) else None
+    if not (isinstance(fields.get("parameters"), dict) and isinstance(origin, dict)):
+        raise ContainerError(f"{path}: is no record of a conversion; remove it")
+    return fields
 
 
 def record_text(manifest: Manifest) -> bytes:

@@ -309,9 +309,9 @@ def progress(
 
 def _require_record(target: Path, record: Mapping[str, Any], manifest: Manifest) -> None:
     """UsageError when a finished conversion in `target` was another one."""
-    require_same(target, record.get("parameters", {}), manifest.parameters)
+    require_same(target, record["parameters"], manifest.parameters)
     ours = json.loads(record_text(manifest))["source"]["files"]
-    if record.get("source", {}).get("files") != ours:
+    if record["source"].get("files") != ours:
         raise UsageError(
             f"{target}: holds a conversion of another source; give another directory or --replace"
         )
