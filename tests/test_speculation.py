@@ -7,7 +7,7 @@ import pytest
 from colibri._core import ffi
 from toy import VOCAB, ToyDrafter, ToySession, drawn, generate, remembered
 
-from colibri.depth import Fixed, depth_policy
+from colibri.depth import Fixed, Guard, depth_policy
 from colibri.drafting import MtpDrafter, NgramDrafter
 from colibri.errors import Cancelled, CoreError, SamplingError
 from colibri.ledger import Ledger
@@ -209,6 +209,7 @@ def test_unusable_logits_leave_no_drafts_behind():
 def test_acceptance_by_position_counts_what_was_judged():
     """A draft is offered at its position when all before it stood; accepted when it stood too."""
     _, _, _, ledger = turn(Limits(33), ToyDrafter(half_right), Fixed(3))
+    assert ledger.offered[0] == ledger.segments["verify"].forwards  # the first of each step
     assert ledger.offered[0] >= ledger.offered[1] >= ledger.offered[2] > 0
     for position in (1, 2):
         assert ledger.offered[position] <= ledger.accepted[position - 1]
@@ -216,6 +217,14 @@ def test_acceptance_by_position_counts_what_was_judged():
     assert ledger.proposed == rows
     emitted = ledger.segments["verify"].tokens
     assert emitted == sum(ledger.accepted) + ledger.segments["verify"].forwards
+
+
+def test_a_policy_at_rest_is_not_asked():
+    """While it rests a token a step is counted off, and nothing drafted, planned or recorded."""
+    toy, guard = ToyDrafter(model), Guard(Fixed(3))
+    guard.rest = 5
+    assert turn(Limits(12), toy, guard)[0] == PLAIN[:12]
+    assert toy.asked[0] == PROMPT + PLAIN[:6]
 
 
 # ---- on the demo model --------------------------------------------------------------------------
