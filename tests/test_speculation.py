@@ -31,6 +31,12 @@ def half_right(tokens):
     return model(tokens) if len(tokens) % 4 else drawn("other", tokens)
 
 
+@remembered
+def often_wrong(tokens):
+    """A drafter whose first drafts are refused too: it is wrong three times in a row."""
+    return model(tokens) if len(tokens) % 7 < 4 else drawn("other", tokens)
+
+
 def turn(limits, drafter=None, depth=None, session=None, params=GREEDY, mode="rejection"):
     """A turn on the toy model: tokens, reason, session, ledger."""
     session = session or ToySession(model, PROMPT)
@@ -208,11 +214,17 @@ def test_unusable_logits_leave_no_drafts_behind():
 
 def test_acceptance_by_position_counts_what_was_judged():
     """A draft is offered at its position when all before it stood; accepted when it stood too."""
-    _, _, _, ledger = turn(Limits(33), ToyDrafter(half_right), Fixed(3))
-    assert ledger.offered[0] == ledger.segments["verify"].forwards  # the first of each step
-    assert ledger.offered[0] >= ledger.offered[1] >= ledger.offered[2] > 0
-    for position in (1, 2):
-        assert ledger.offered[position] <= ledger.accepted[position - 1]
+    toy, offered, accepted = ToyDrafter(often_wrong), [0] * 3, [0] * 3
+    _, _, _, ledger = turn(Limits(33), toy, Fixed(3))
+    for text in toy.asked:
+        for i, token in enumerate(PLAIN[len(text) - len(PROMPT) : 32][:3]):
+            offered[i] += 1
+            if often_wrong(text).argmax() != token:
+                break
+            accepted[i] += 1
+            text = [*text, token]
+    assert (ledger.offered, ledger.accepted) == (offered, accepted)
+    assert offered[0] > accepted[0] >= offered[1] > accepted[1] >= offered[2] > 0
     rows = ledger.segments["verify"].rows - ledger.segments["verify"].forwards
     assert ledger.proposed == rows
     emitted = ledger.segments["verify"].tokens
