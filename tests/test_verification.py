@@ -130,6 +130,35 @@ def test_cut_distributions_are_kept(mode, cut):
     assert distance(table, exact(model, params, PROMPT, TOKENS)) < 1e-12
 
 
+@remembered
+def shy(tokens):
+    """A drafter that is right, but doubts more than the model does."""
+    return model(tokens) / 4
+
+
+@remembered
+def odd(tokens):
+    """A drafter whose drafts are likelier than it thinks, or less likely, by chance."""
+    return 0.4 * model(tokens) + 0.7 * drawn("shy3", tokens)
+
+
+@pytest.mark.parametrize("drafter", [shy, odd])
+def test_a_doubtful_drafter_changes_nothing(drafter):
+    """A draft likelier than its drafter thinks makes no later one likelier than it is; one that is
+    less likely, and stands, counts in what replaces the next."""
+    params = SamplingParams(temperature=0.9, top_k=3, seed=1)
+
+    def run(walk: Walk):
+        session, sampler = ToySession(model, PROMPT), WalkedSampler(params, walk)
+        loop = (session, sampler, ToyDrafter(drafter), Fixed(3), Limits(TOKENS), Ledger())
+        return tuple(generate(*loop, "probabilistic")[0])
+
+    table: Counter = Counter()
+    for text, chance in Walk.paths(run):
+        table[text] += chance
+    assert distance(table, exact(model, params, PROMPT, TOKENS)) < 1e-12
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_among_drafts_changes_nothing(mode):
     """Texts that end at a stop are as probable as in plain sampling, wherever it was drafted."""
