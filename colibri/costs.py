@@ -144,13 +144,14 @@ class MeasuredCosts:
 
     def record(self, laps: Sequence[Lap]) -> None:
         """Passes first, for the other parts are held against them."""
+        laps = [lap for lap in laps if lap[2] > 0.0]  # a clock that stood still measured nothing
         for name, rows, seconds in laps:
             if name == PLAIN:
                 self._plain += 1
                 self._passed(1, seconds)
             elif name == VERIFY:
                 self._passed(rows, seconds)
-        if len(laps) > 1:
+        if len(laps) > 1 and self._near:
             self._drafted(laps)
 
     def _drafted(self, laps: Sequence[Lap]) -> None:
@@ -172,11 +173,11 @@ class MeasuredCosts:
         for near in self._near:
             near[0] *= self.NEAR
             near[1] *= self.NEAR
-            total += near[0]
-            weight += near[1]
-        weight -= own[1]
+            if near is not own:
+                total += near[0]
+                weight += near[1]
         if weight > self.FAINT:
-            self._compared(mean, seconds * weight / (total - own[0]), min(weight, 1.0))
+            self._compared(mean, seconds * weight / total, min(weight, 1.0))
         own[0] += seconds / mean.value(1.0 + self.ROW * (rows - 1))
         own[1] += 1.0
 

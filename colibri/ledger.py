@@ -51,8 +51,11 @@ class Balance:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster than plain steps the drafts made the text; below 1: slower."""
-        return None if self.plain is None else self.plain * self.tokens / self.step
+        """How many times faster than plain steps the drafts made the text; below 1: slower.
+
+        None without a plain step, or where the clock stood still.
+        """
+        return self.plain * self.tokens / self.step if self.plain and self.step else None
 
     def lines(self) -> list[str]:
         """The equation with this turn's numbers."""

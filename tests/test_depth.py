@@ -140,6 +140,22 @@ def test_a_machine_that_became_slower_is_noticed():
     assert mean.value(0) > 1.7
 
 
+@pytest.mark.parametrize("clock", [lambda n: 0.0, lambda n: 1e-4 if n % 7 else 0.0,
+                                   lambda n: 1e-9 if n % 5 else 1e9])  # fmt: skip
+def test_no_clock_ends_a_turn(clock):
+    """A clock that stands still, now and then or always, or jumps by ages, raises nothing."""
+    policy, number = Controller(MeasuredCosts()), 0
+    for _ in range(200):
+        depth = policy.plan(3)
+        laps = [("absorb", 1, clock(number + 1))] * bool(depth) + [("draft", 1, clock(number + 2))]
+        number += 3
+        kept = sum(policy.keep(i, 0.9) for i in range(depth))
+        end = ("verify", kept + 1) if kept else ("plain", 1)
+        policy.record(kept, kept, kept, [*(laps if depth else []), (*end, clock(number))])
+        policy.rest = 0
+    assert policy.costs.passes(4) == sorted(policy.costs.passes(4))
+
+
 # ---- the controller -----------------------------------------------------------------------------
 
 MACHINES = {
