@@ -352,3 +352,13 @@ def test_confidence_is_the_drafters_probability(temperature):
     z = logits[:50].astype(np.float64) / (temperature or 1.0)
     p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
     assert confidence == pytest.approx(p[token], rel=1e-5) and q is None
+
+
+@pytest.mark.parametrize("mode", ["rejection", "probabilistic"])
+def test_confidence_does_not_tell_the_draft(mode):
+    """Where the depth can change the text: the favourite's probability, whatever was drawn."""
+    row = np.array([0, 1, 2, 3, 2.5, -1, 0, 1], np.float32)
+    p = np.exp(row / 0.5) / np.exp(row / 0.5).sum()
+    rule = verification(Sampler(SamplingParams(temperature=0.5, seed=3), VOCAB), mode)
+    for position in range(9):
+        assert rule.propose(row, position, 0)[1] == pytest.approx(p.max(), rel=1e-5)
