@@ -231,14 +231,17 @@ class Engine:
     ) -> Turn:
         """A turn that has not begun; iterate it.
 
-        ContextFull when the prompt leaves no room, UsageError when it is empty.
+        `max_tokens` None: as the settings say. ContextFull when the prompt leaves no room,
+        UsageError when it is empty, or for a limit below 1.
         """
         if not prompt.ids:
             raise UsageError("the prompt is empty; the chat template made nothing of the messages")
+        limit = self.settings.max_tokens if max_tokens is None else max_tokens
+        if limit is not None and limit < 1:
+            raise UsageError(f"max_tokens is {limit}; expected 1 or more, or None")
         slot = slot or self.slot
         self.require_room(len(prompt.ids))
         sampler = Sampler(sampling or self.sampling, self.tokenizer.vocab_used)
-        limit = max_tokens or self.settings.max_tokens
         return Turn(self, slot, prompt, sampler, limit, progress)
 
     def require_room(self, count: int, nbytes: int | None = None) -> None:

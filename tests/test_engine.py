@@ -200,6 +200,13 @@ def test_an_empty_prompt_is_refused(engine):
         engine.answer(Prompt([]))
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(engine, limit):
+    """0 tokens are not taken for as many as there is room for."""
+    with pytest.raises(UsageError, match=f"max_tokens is {limit}; expected 1 or more"):
+        engine.answer(engine.chat(STORY), max_tokens=limit)
+
+
 def test_interrupts(engine):
     """SIGINT reaches a turn through the descriptor even if no Python handler could run."""
     with Interrupts() as interrupts:
