@@ -201,6 +201,13 @@ def test_top_k_comes_before_top_p():
     logits = np.log(np.array([0.3, 0.2, *[0.05] * 10])).astype(np.float32)
     p = sampler(12, top_k=2, top_p=0.55).distribution(logits)
     assert p.ids.tolist() == [0]
+    assert sampler(4, top_k=3).distribution(row(1, 2, 3, 4)).ids.tolist() == [1, 2, 3]
+
+
+def test_top_p_comes_before_min_p():
+    """top_p counts the mass of the whole vocabulary, also of what min_p drops."""
+    logits = np.log(np.array([0.4, 0.3, *[0.05] * 6])).astype(np.float32)
+    assert sampler(8, top_p=0.5, min_p=0.5).distribution(logits).ids.tolist() == [0, 1]
 
 
 @settings(max_examples=70, deadline=None)
