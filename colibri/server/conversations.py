@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from colibri.engine import Slot
+from colibri.session import common_prefix
 
 
 class Conversations:
@@ -45,7 +46,7 @@ class Conversations:
 
         A little in common (a system prompt) must not cost a long conversation its cache.
         """
-        shared = [(_common(slot.session.tokens, ids), slot) for slot in self._idle]
+        shared = [(common_prefix(slot.session.tokens, ids), slot) for slot in self._idle]
         most, slot = max(shared, key=lambda pair: pair[0], default=(0, None))
         if slot is None or not most:
             return None
@@ -58,11 +59,3 @@ class Conversations:
         if len(self._idle) + len(self._busy) >= self._most:
             return None
         return self._make()
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
