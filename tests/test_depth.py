@@ -235,6 +235,16 @@ def test_the_controller_notices_that_a_text_becomes_easy():
     assert market.run(policy, MACHINES["cached"], TEXTS["story"], 600, 3) > 1.15 * before
 
 
+def test_depth_is_earned():
+    """However cheap drafts are: one at first, then at most twice the deepest step so far."""
+    policy, planned = Controller(FixedCosts(0.01, 0.01, 0.01)), []
+    for _ in range(5):
+        planned.append(policy.plan(9))
+        kept = sum(policy.keep(step, 1.0) for step in range(planned[-1]))
+        policy.record(kept, kept, kept, [])
+    assert planned == [1, 2, 4, CAP, CAP]
+
+
 def test_depth_is_never_more_than_asked():
     """The limit of the step and the cap bound every plan."""
     for policy in (Fixed(5), controller(), Controller(FixedCosts(), 2)):
