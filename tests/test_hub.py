@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakehub
 import fp8
@@ -18,7 +20,7 @@ import shardkit
 import text_fixtures
 
 from colibri.convert import convert_directory
-from colibri.convert.hub import Hub
+from colibri.convert.hub import Hub, Unfetched
 from colibri.convert.shelf import AT_ONCE, Stream
 from colibri.errors import ContainerError, UsageError
 from colibri.verify import verify
@@ -181,6 +183,21 @@ def test_addresses(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match=r"pip install 'colibri-moe\[hub\]'"):
         Hub("hf://a/b")
+
+
+def test_a_full_disk_is_told_at_once():
+    """What the disk has no room for is not asked for again for minutes."""
+    hub, asked = Hub.__new__(Hub), []
+    errors = SimpleNamespace(RepositoryNotFoundError=KeyError, RevisionNotFoundError=KeyError)
+    hub._hub = SimpleNamespace(errors=errors)
+
+    def action() -> None:
+        asked.append(None)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(Unfetched, match=r"No space left on device; free some and run the same"):
+        hub._patiently("a shard", action)
+    assert len(asked) == 1
 
 
 class Shop:

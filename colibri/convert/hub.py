@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -123,22 +124,29 @@ class Hub:
             except Exception as why:
                 if attempt == _ATTEMPTS or not self._may_pass(why):
                     reason = str(why).strip().partition("\n")[0] or type(why).__name__
+                    first = "free some and " if _is_full(why) else ""
                     raise Unfetched(
-                        f"{what} could not be fetched: {reason}; run the same command again"
+                        f"{what} could not be fetched: {reason}; {first}run the same command again"
                     ) from why
             time.sleep(pause)
             pause = min(2 * pause, 60)
         raise AssertionError("unreachable")
 
     def _may_pass(self, why: Exception) -> bool:
-        """Whether another attempt makes sense: not for what the hub refuses or lacks."""
+        """Whether another attempt makes sense: not for what the hub refuses or lacks, nor for what
+        the disk has no room for."""
         response = getattr(why, "response", None)
         status = getattr(response, "status_code", None)
         if status is not None:
             return status >= 500 or status in (408, 429)
         errors = self._hub.errors
         final = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, ValueError)
-        return not isinstance(why, final)
+        return not (isinstance(why, final) or _is_full(why))
+
+
+def _is_full(why: Exception) -> bool:
+    """Whether the disk has no room for what arrives: it will not have any a minute later."""
+    return isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def clear_leftovers(directory: Path) -> None:
