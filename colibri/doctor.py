@@ -211,7 +211,7 @@ class Doctor:
             path = expanded(self.settings.state, "COLIBRI_STATE")
         except UsageError as why:
             return Finding("state", WARN, str(why), "set COLIBRI_STATE to another directory")
-        there = next(p for p in (path, *path.parents) if p.exists())
+        there = next(p for p in (path, *path.parents) if os.path.lexists(p))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             remedy = f"make {there} writable, or set COLIBRI_STATE to another directory"
             return Finding("state", WARN, f"{path}: cannot be written", remedy)

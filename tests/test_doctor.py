@@ -155,6 +155,10 @@ def test_state(tmp_path):
     found = examine(state="~nosuch/state")["state"]
     assert found.status == WARN and "COLIBRI_STATE" in found.remedy
     assert examine(state=str(tmp_path / "new" / "place"))["state"].status == OK
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert examine(state=str(tmp_path / "link" / "below"))["state"].status == WARN
+    (tmp_path / "gone").mkdir()
+    assert examine(state=str(tmp_path / "link" / "below"))["state"].status == OK
 
 
 def test_limits(monkeypatch, tmp_path):
