@@ -55,6 +55,9 @@ def command(model: str | None, as_json: bool, **values: Any) -> int:
     From the model's headers, the memory it may use and two seconds of measuring this machine. MODEL
     as for `colibri run`; with --shape before anything is downloaded. Nothing is loaded.
     """
+    empty = next((name for name in ("shape", "disk") if values[name] == ""), None)
+    if empty:
+        raise UsageError(f"--{empty} is empty (a variable not set?); give a value, or leave it out")
     if model and values["shape"]:
         raise UsageError("MODEL and --shape both name a model; give one of them")
     given = next((name for name in _FORMATS if values[name] is not None), None)

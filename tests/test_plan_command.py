@@ -141,6 +141,8 @@ def test_hit_rates_of_a_trace(command, demo_path, tmp_path, still):
         ("--shape glm-5.2 --ram 16 --memory 50", "does not fit 16.00 GiB (--ram)"),
         ("--shape glm-5.2 --ctx 3000000 --ram 64 --memory 50", "this model handles 1048576"),
         ("--trace nothing.npz", "there is no such trace"),
+        ("--shape=", "--shape is empty (a variable not set?)"),
+        ("--shape glm-5.2 --disk=", "--disk is empty (a variable not set?)"),
     ],
 )
 def test_refusals(command, still, arguments, message):
