@@ -186,6 +186,13 @@ def test_small_prompt_huge_limit(server):
     assert answer.json["usage"]["total_tokens"] <= 1024
 
 
+def test_a_long_name_is_cut(server):
+    """The name of a field that is not supported comes back in brief, however long it is."""
+    answer = server.chat(**{"x" * 100_000: 1})
+    assert answer.status == 400 and answer.error["param"] == "x" * 57 + "..."
+    assert len(answer.error["message"]) < 200
+
+
 # ---- malformed requests (65, 77) ----------------------------------------------------------------
 
 

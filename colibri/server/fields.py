@@ -210,11 +210,9 @@ def read(body: dict[str, Any], fields: Sequence[Field], prefix: str = "") -> dic
     known = {field.name: field for field in fields}
     for name in body:
         if name not in known:
-            raise Refusal(
-                f"{prefix}{brief(name, quote=False)} is not supported; leave it out.",
-                f"{prefix}{name}",
-                code="unsupported_parameter",
-            )
+            shown = prefix + brief(name, quote=False)
+            text = f"{shown} is not supported; leave it out."
+            raise Refusal(text, shown, code="unsupported_parameter")
     given = {name: value for name, value in body.items() if value is not None}
     for field in fields:
         if field.required and field.name not in given:
