@@ -50,15 +50,6 @@ class FloatSource(Contents):
             if len(e.shape) == 2 and self._entries[e.name].dtype == "BF16"
         )
 
-    @property
-    def dtypes(self) -> str:
-        """What the checkpoint is stored in, the commonest dtype first."""
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-        names = sorted(sizes, key=lambda name: -sizes[name])
-        return ", ".join(name for name in names if name in SOURCE_BYTES)
-
     def entry_work(self, entry: Entry, form: Format, first: int, rows: int, search: bool) -> Work:
         """Rows of a tensor outside the routed experts."""
         return Encode(self._entries[entry.name], first, rows, form, search)
