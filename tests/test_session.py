@@ -241,6 +241,7 @@ def test_an_exception_after_the_core_has_committed(session, model, monkeypatch):
     again = Session(model, CONTEXT, ROWS)
     again.prefill(PROMPT[: 2 * ROWS], prime=False)
     assert state(session) == state(again)
+    assert np.array_equal(session.step_all([7]), again.step_all([7]))  # at the same place
 
 
 class Unwilling(list[int]):
