@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from colibri.checkpoint import INDEX
@@ -59,12 +60,12 @@ def repack_directory(
     return execute(make_plan(request), threads, report).warnings
 
 
+@dataclass(frozen=True)
 class Outcome:
     """A finished conversion: what it counted, and what a user should know."""
 
-    def __init__(self, summary: str, warnings: list[str]) -> None:
-        self.summary = summary
-        self.warnings = warnings
+    summary: str
+    warnings: list[str]
 
 
 def execute(
