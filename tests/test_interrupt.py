@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -56,6 +57,15 @@ def test_a_second_signal_while_the_first_is_counted(monkeypatch):
     assert interrupts.count == 2
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP is not ignored, as it would be where the tests run under nohup."""
+    usual = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, usual)
+
+
+@pytest.mark.usefixtures("hangups")
 def test_termination_signals():
     """The first signal is the status and stops what runs; a second SIGHUP is the same terminal's,
     a second SIGTERM deadly; afterwards all is as it was."""
