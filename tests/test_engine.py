@@ -308,6 +308,8 @@ def test_steps_in_between(engine):
     while running:
         running = [steps for steps in running if next(steps, None)]
     assert [turn.text for turn in turns] == alone
+    turns[0].waited(9.0)  # for others, when all is counted
+    assert turns[0].receipt.ledger.others == 0.0
     turn = engine.answer(prompts[1], engine.new_slot())
     steps = turn.steps()
     while not next(steps).tokens:
