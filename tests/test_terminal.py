@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from colibri.answer import REASONING, TEXT, Piece, Prompt, Splitter
+from colibri.answer import MARK, REASONING, TEXT, Piece, Prompt, Splitter
 from colibri.knobs import Screen
 from colibri.terminal import Terminal
 
@@ -204,6 +204,17 @@ def test_raw_answers_are_not_split(demo_tokenizer, tags):
     tokens = [*demo_tokenizer.encode("fox"), end, *demo_tokenizer.encode("fox")]
     pieces = split(demo_tokenizer, Prompt([5, start], markup=False), [tokens])
     assert pieces == [Piece(TEXT, demo_tokenizer.decode(tokens))]
+
+
+def test_marks_are_pieces_in_text_alone(demo_tokenizer, tags):
+    """A tag of a tool call is a piece of its own in the text; in reasoning it is reasoning."""
+    start, end = tags
+    (mark,) = demo_tokenizer.encode("!")
+    word = demo_tokenizer.encode("fox")
+    tokens = [*word, mark, end, *word, mark, *word]
+    assert split(demo_tokenizer, Prompt([5, start], marks={mark: "<tool_call>"}), [tokens]) == [
+        Piece(REASONING, "fox!"), Piece(TEXT, "fox"), Piece(MARK, "<tool_call>"), Piece(TEXT, "fox")
+    ]  # fmt: skip
 
 
 def test_half_a_character_waits(demo_tokenizer, tags):
