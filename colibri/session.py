@@ -278,15 +278,15 @@ class Session:
 
         With `draft` (f32 [hidden_size], filled with the state the next draft step recycles),
         returns the last row's logits [vocab], a view that the next draft call overwrites. Raises
-        Cancelled or CoreError with no row appended.
+        Cancelled or CoreError with no row appended, CoreError also for arrays of another kind.
         """
-        want = draft is not None
         if hidden.shape != (len(following), self.model.config.hidden_size):
             raise CoreError(f"{len(following)} tokens do not follow {list(hidden.shape)} states")
+        want = draft is not None
         code = lib.clb_mtp_absorb(
             self.handle, _floats(hidden), following, len(following),
             self._draft_out if want else ffi.NULL,
-            _floats(draft) if want else ffi.NULL, self._error,
+            self._draft_state(draft) if want else ffi.NULL, self._error,
         )  # fmt: skip
         check(code, self._error)
         return self._draft_logits if want else None
@@ -294,10 +294,17 @@ class Session:
     def mtp_draft(self, token: int, step: int, draft: np.ndarray) -> np.ndarray:
         """Draft step `step` >= 1 after an absorb: logits [vocab]; `draft` is read and replaced."""
         code = lib.clb_mtp_draft(
-            self.handle, token, step, _floats(draft), self._draft_out, self._error
+            self.handle, token, step, self._draft_state(draft), self._draft_out, self._error
         )
         check(code, self._error)
         return self._draft_logits
+
+    def _draft_state(self, draft: np.ndarray) -> Any:
+        """A C view of a draft's state, which the core writes to: it must be as long as that is."""
+        size = self.model.config.hidden_size
+        if draft.shape != (size,):
+            raise CoreError(f"a draft's state is of shape [{size}], not {list(draft.shape)}")
+        return _floats(draft)
 
     # ---- stopping, looking inside ---------------------------------------------------------------
 
@@ -338,8 +345,13 @@ class Session:
         check(lib.clb_session_capture(self.handle, on, self._error), self._error)
 
     def captured(self, layer: int, row: int) -> list[int] | None:
-        """Positions a row attended to in a layer, ascending; None when all before it."""
+        """Positions a row attended to in a layer, ascending; None when all before it.
+
+        CoreError where nothing is kept: without `capture`, or for a layer or row that is not there.
+        """
         pointer = lib.clb_session_captured(self.handle, layer, row)
+        if not pointer:
+            raise CoreError(f"the index set of row {row} in layer {layer} is not kept")
         return None if pointer[0] < 0 else list(pointer[1 : pointer[0] + 1])
 
 
@@ -400,5 +412,7 @@ def _view(pointer: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> np.n
 
 
 def _floats(array: np.ndarray) -> Any:
-    """A C view of a contiguous f32 array."""
+    """A C view of a contiguous f32 array; CoreError for other numbers, which would be misread."""
+    if array.dtype != np.float32:
+        raise CoreError(f"an array of float32 is needed, not of {array.dtype}")
     return ffi.from_buffer("float[]", array)

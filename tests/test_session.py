@@ -267,6 +267,27 @@ def test_the_rounding_of_a_thread_changes_nothing(session, model):
     assert continued(session, PROMPT) == expected
 
 
+def test_arrays_that_the_core_would_misread_are_refused(demo_model):
+    """A state that is too short would be written past its end, other numbers be taken for f32."""
+    session = Session(demo_model, CONTEXT, ROWS)
+    session.prefill(PROMPT[:ROWS])
+    hidden, size = session.last_hidden.copy(), demo_model.config.hidden_size
+    calls = (
+        lambda state: session.mtp_absorb(hidden, [1], state),
+        lambda state: session.mtp_draft(1, 1, state),
+    )
+    for call in calls:
+        with pytest.raises(CoreError, match=rf"of shape \[{size}\], not \[3\]"):
+            call(np.empty(3, np.float32))
+        with pytest.raises(CoreError, match="float32 is needed, not of float64"):
+            call(np.empty(size))
+    with pytest.raises(CoreError, match="float32 is needed"):
+        session.mtp_absorb(hidden.astype(np.float64), [1])
+    with pytest.raises(CoreError, match="is not kept"):
+        session.captured(0, 0)
+    assert session.mtp_length == ROWS - 1
+
+
 def test_rows_that_do_not_match_are_refused(session, model):
     """Hidden states for fewer tokens than follow, and experts of more rows than a step has."""
     session.prefill(PROMPT[:ROWS])
