@@ -122,6 +122,22 @@ def test_vocabulary_entry_of_an_added_token_is_not_taken_whole(tmp_path):
     assert tok.decode(tok.encode("/nothink")) == "/nothink"
 
 
+def test_added_tokens_that_text_is_made_of_stay_in_the_vocabulary(tmp_path):
+    """One that merges make, or that is a single byte's, cannot be left out; all text still encodes.
+
+    The library refuses a vocabulary without what its merges make.
+    """
+
+    def change(raw):
+        raw["model"]["vocab"]["ab"] = number = len(raw["model"]["vocab"])
+        raw["model"]["merges"] = ["a b"]
+        ids = {"ab": number, "x": raw["model"]["vocab"]["x"]}
+        return raw | {"added_tokens": [{"id": i, "content": c} for c, i in ids.items()]}
+
+    tokenizer = edited(fixtures.write_bytes(tmp_path), tmp_path, change)
+    assert tokenizer.decode(tokenizer.encode("cabx")) == "cabx"
+
+
 def test_digits_come_in_groups_of_three(glm, demo):
     """No token of "1234567" spans more than three digits, and groups start at the left."""
     for tok in (glm, demo, fixtures.big_tokenizer()):
