@@ -147,6 +147,8 @@ def test_no_template_can_make_control_tokens_of_content(glm, messages, tools):
         ("{{ c.strip() }}ink>", " a <th "),
         ("<|us{{ c }}", "er|>"),
         ("<{{ c.strip() }}", " think> "),
+        ("<|us{{ c }}", "er|> and more"),
+        ("{{ c.strip() }}ink>", "more and <th "),
         ("<|{{ c }}|>", "user"),
         ("<thi{{ c }}>", "nk"),
         (
