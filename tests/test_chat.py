@@ -155,6 +155,7 @@ def test_no_template_can_make_control_tokens_of_content(glm, messages, tools):
             "<{% for k in messages[0].tool_calls[0].arguments %}{{ k }}>{% endfor %}",
             "think",
         ),
+        ("<|{% for k in messages[0].tool_calls[0].arguments %}{{ k }}|>{% endfor %}", "user"),
         ("{% for k in messages[0].extra %}{{ k }}{% endfor %}", "<think>"),
         ("{% for k in messages[0].extra %}<{{ k }}{% endfor %}", "think>"),
         ("{{ c }}", "<|<|user|>user|>"),
@@ -316,6 +317,14 @@ def test_adopt_never_changes_the_text(glm, known, rendered):
         adopted = chat.adopt(history, rendered, glm)
         spelled = [b"".join(glm.token_bytes(i, True) for i in ids) for ids in (adopted, rendered)]
         assert spelled[0] == spelled[1]
+
+
+def test_reasoning_inside_an_answer_is_read_as_the_template_reads_it():
+    """Raw <think>..</think> in an answer is taken apart, less what the template drops of it."""
+    shown = "{{ messages[0].content }}|{{ messages[0].reasoning_content }}{# </think> "
+    said = [{"role": "assistant", "content": "<think>\nwhy\n</think>\nSo."}]
+    assert jinja(shown + r"rstrip('\n') #}").text(said) == "So.|why"
+    assert jinja(shown + "#}").text(said) == "\nSo.|\nwhy\n"
 
 
 def test_opens_thinking(glm):
