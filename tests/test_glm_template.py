@@ -88,6 +88,20 @@ def test_glm_53_keeps_the_order_of_unclear_results(change):
     assert RESULTS in Template.builtin("5.3").text(messages)
 
 
+def test_glm_53_orders_results_by_calls_that_can_be_told_apart():
+    """Results of some of the calls go in the calls' order; where two share an id, none do."""
+    calls = [{"id": i, "function": {"name": "f", "arguments": "{}"}} for i in ("1", "2", "3")]
+    results = [{"role": "tool", "tool_call_id": i, "content": i} for i in ("3", "1")]
+
+    def shown(calls: list[dict]) -> str:
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = Template.builtin("5.3").text([*user("x"), said, *results])
+        return "".join(part[0] for part in text.split("<tool_response>")[1:])
+
+    assert shown(calls) == "13"
+    assert shown([*calls, calls[0]]) == "31"
+
+
 def test_glm_53_content_lists():
     """GLM-5.3: media become reminders; outputs and tool references have their own forms."""
     template = Template.builtin("5.3")
