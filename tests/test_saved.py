@@ -327,9 +327,10 @@ def test_damaged_rows(state, session, damage):
     save is whole again."""
     place = save(state, session)
     rows = place.directory / "rows-1"
-    data = bytearray(rows.read_bytes())
-    data[len(data) // 2] ^= 1
-    new = {"flip": bytes(data), "cut": data[:-5], "longer": data + b"x", "gone": b""}[damage]
+    data = rows.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    new = {"flip": flipped, "cut": data[:-5], "longer": data + b"x", "gone": b""}[damage]
     rows.write_bytes(new)
     if damage == "gone":
         rows.unlink()
