@@ -321,6 +321,24 @@ def test_kill_during_a_save(state, demo_path, session, when):
     assert not any(name.endswith(".partial") for name in files) and len(files) <= 4
 
 
+def test_a_guess_is_not_saved(state, session):
+    """The MTP layer's row of the last token holds a guess of the next, and stays behind."""
+    session.catch_up(7, np.empty(session.model.config.hidden_size, np.float32))
+    assert session.mtp_length == len(TOKENS)
+    assert save(state, session).document.mtp_length == len(TOKENS) - 1
+    assert again(state, session).mtp_length == len(TOKENS) - 1
+
+
+def test_stale_rows_are_written_anew_with_the_others(state, session):
+    """Where the files hold more than twice what is live, one file with all rows replaces them."""
+    place = save(state, session)
+    session.rewind(3)
+    session.mtp_rewind(2)
+    place.save(session, {})
+    assert [segment.main for segment in place.document.segments] == [(0, 3)]
+    assert caches(again(state, session)) == caches(session)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "longer", "gone"])
 def test_damaged_rows(state, session, damage):
     """Rows that are not what was written are not used; the words are still there, and the next
