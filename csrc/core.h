@@ -241,6 +241,7 @@ int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, c
 bool clb_cancelled(clb_session *s);
 /* So much of main layer `number` is done. */
 void clb_tell(const clb_session *s, int64_t number, double share);
+int32_t clb_check_loaded(const clb_model *m, clb_error *error);
 int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error);
 void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride);
 void clb_add_rows(clb_session *s, const float *branch, int64_t n);

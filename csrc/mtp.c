@@ -3,13 +3,13 @@
 #include <string.h>
 #include "experts.h"
 
-static int32_t check_mtp(const clb_session *s, int64_t last_row, clb_error *error) {
+static int32_t check_mtp(const clb_session *s, int64_t first, int64_t n, clb_error *error) {
     if (!s->model->config.has_mtp)
         return clb_fail(error, CLB_INVALID, "this model was opened without its MTP layer");
-    if (last_row >= s->context)
-        return clb_fail(error, CLB_FULL, "MTP row %lld is outside the context of %lld",
-                        (long long)last_row, (long long)s->context);
-    return CLB_OK;
+    if (n > s->context - first)
+        return clb_fail(error, CLB_FULL, "%lld MTP rows from %lld on are outside the context of "
+                        "%lld", (long long)n, (long long)first, (long long)s->context);
+    return clb_check_loaded(s->model, error);
 }
 
 int64_t clb_mtp_length(const clb_session *s) { return s->mtp_length; }
@@ -76,7 +76,7 @@ static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, 
     clb_scratch *t = s->scratch;
     const clb_model *m = s->model;
     int64_t width = m->config.hidden;
-    int32_t code = check_mtp(s, s->mtp_length + n - 1, error);
+    int32_t code = check_mtp(s, s->mtp_length, n, error);
     if (!code) code = clb_check_ids(s, next, n, error);
     if (code) return code;
     clb_rows rows = {.n = n, .position = s->mtp_length, .cache_row = s->mtp_length};
@@ -106,7 +106,7 @@ static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden,
     if (step < 1 || step > s->context || s->mtp_length < 1 || s->mtp_seed.count < 1)
         return clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
     int64_t number = m->config.layers, row = s->mtp_length - 1 + step;
-    int32_t code = check_mtp(s, row, error);
+    int32_t code = check_mtp(s, row, 1, error);
     if (!code) code = clb_check_ids(s, &token, 1, error);
     if (code) return code;
     clb_rows rows = {.n = 1, .position = row, .cache_row = row,

@@ -119,10 +119,15 @@ int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, c
 
 /* ---- all layers ----------------------------------------------------------------------------- */
 
+int32_t clb_check_loaded(const clb_model *m, clb_error *error) {
+    bool loaded = m->top.loaded && m->residency;
+    for (int64_t i = 0; i < m->layer_count; i++) loaded &= m->layers[i].loaded;
+    return loaded ? CLB_OK : clb_fail(error, CLB_INVALID, "the model is not loaded");
+}
+
 static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
-    for (int64_t i = 0; i < s->model->layer_count; i++)
-        if (!s->model->layers[i].loaded || !s->model->top.loaded || !s->model->residency)
-            return clb_fail(error, CLB_INVALID, "the model is not loaded");
+    int32_t code = clb_check_loaded(s->model, error);
+    if (code) return code;
     if (n > s->context - s->length)
         return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for "
                         "%lld more", (long long)s->length, (long long)s->context, (long long)n);

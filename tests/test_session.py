@@ -288,6 +288,15 @@ def test_arrays_that_the_core_would_misread_are_refused(demo_model):
     assert session.mtp_length == ROWS - 1
 
 
+def test_nothing_runs_on_a_model_that_is_not_loaded(demo_container):
+    """A step and an absorb are errors before the weights are in memory."""
+    session = Session(Model.open(demo_container, load=False), CONTEXT, ROWS)
+    hidden = np.zeros((1, session.model.config.hidden_size), np.float32)
+    for call in (lambda: session.step_all([7]), lambda: session.mtp_absorb(hidden, [7])):
+        with pytest.raises(CoreError, match="not loaded"):
+            call()
+
+
 def test_rows_that_do_not_match_are_refused(session, model):
     """Hidden states for fewer tokens than follow, and experts of more rows than a step has."""
     session.prefill(PROMPT[:ROWS])
