@@ -157,10 +157,16 @@ struct clb_session {
 /* One caller at a time; an error for a report that calls the model whose step it tells of. */
 int32_t clb_lock(clb_model *m, clb_error *error);
 void clb_unlock(clb_model *m);
-/* The same for what computes: whatever this thread has set, rounding and denormals are as C begins
-   with them, and `was` is what clb_end gives back. */
+/* The same for what computes: floats are as C begins with them until clb_end. */
 int32_t clb_begin(clb_model *m, fenv_t *was, clb_error *error);
 void clb_end(clb_model *m, const fenv_t *was);
+
+/* Whatever this thread has set, rounding and denormals are as C begins with them from now on; `was`
+   is for fesetenv to give back. */
+static inline void clb_default_floats(fenv_t *was) {
+    fegetenv(was);
+    fesetenv(FE_DFL_ENV);
+}
 
 /* ---- error.c ------------------------------------------------------------------------------ */
 

@@ -104,14 +104,17 @@ int32_t clb_encode(const char *isa, const clb_source *source, const clb_tensor *
     int32_t code = clb_tensor_check(shape, &e.shape, error);
     if (code == CLB_OK) code = check_source(source, shape, error);
     if (code != CLB_OK) return code;
+    fenv_t was;
+    clb_default_floats(&was);
     prepare(&e, search);
     float *scratch = calloc((size_t)clb_encode_scratch(&e), sizeof *scratch);
-    if (!scratch) return clb_fail(error, CLB_NO_MEMORY, "no memory to encode a matrix");
+    if (!scratch) code = clb_fail(error, CLB_NO_MEMORY, "no memory to encode a matrix");
     for (int64_t first = 0; first < source->rows && code == CLB_OK; first += e.batch) {
         int64_t last = source->rows - first < e.batch ? source->rows : first + e.batch;
         clb_row_fault fault = run(&e, first, last, scratch, codes, scales);
         if (fault != CLB_ROW_GOOD) code = report(&e, first, last, fault, error);
     }
     free(scratch);
+    fesetenv(&was);
     return code;
 }

@@ -387,7 +387,8 @@ static void warm_up(clb_model *m, int32_t layer, int32_t expert) {
 
 int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error *error) {
     clb_counters ignored = {0};
-    int32_t code = clb_lock(m, error);
+    fenv_t was;
+    int32_t code = clb_begin(m, &was, error); /* heats are floats, too */
     if (code) return code;
     bool slots = m->residency && m->residency->queue_size > 0;
     for (int64_t i = 0; slots && i < n && !code; i++) {
@@ -398,6 +399,6 @@ int32_t clb_model_warm(clb_model *m, const int32_t *pairs, int64_t n, clb_error 
         clb_residency_release(m, &lease, 1);
     }
     while (slots && !code && clb_load_take_in(m, true)) continue;
-    clb_unlock(m);
+    clb_end(m, &was);
     return code;
 }

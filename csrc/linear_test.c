@@ -33,6 +33,8 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
     w.data = data;
     w.scales = scales;
     clb_acts acts = clb_acts_of(x, w.cols, s, w.cols);
+    fenv_t was;
+    clb_default_floats(&was);
     if (!clb_is_float(w.format))
         code = quantize_rows(table, w.format, &acts, error);
     if (code == CLB_OK)
@@ -40,5 +42,6 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
     clb_zeroed_free(acts.q);
     clb_zeroed_free(acts.scale);
     clb_zeroed_free(acts.nibble_offset);
+    fesetenv(&was);
     return code;
 }

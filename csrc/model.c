@@ -192,8 +192,7 @@ void clb_unlock(clb_model *m) { pthread_mutex_unlock(&m->step); }
 int32_t clb_begin(clb_model *m, fenv_t *was, clb_error *error) {
     int32_t code = clb_lock(m, error);
     if (code) return code;
-    fegetenv(was);
-    fesetenv(FE_DFL_ENV);
+    clb_default_floats(was);
     return CLB_OK;
 }
 
@@ -371,7 +370,7 @@ static int32_t plan_layer(clb_model *m, clb_layer *layer, int32_t number, int64_
     return CLB_OK;
 }
 
-int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *error) {
+static int32_t load(clb_model *m, int32_t number, int64_t *bytes, clb_error *error) {
     clb_layer *layer = find_layer(m, number);
     int64_t offsets[CLB_ROLES] = {0}, total = 0;
     if (!layer || layer->loaded)
@@ -389,6 +388,15 @@ int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *
             code = copy_role(m, layer, role, layer->memory + offsets[role], error);
     layer->loaded = !code;
     if (bytes) *bytes = total;
+    return code;
+}
+
+int32_t clb_model_load(clb_model *m, int32_t number, int64_t *bytes, clb_error *error) {
+    fenv_t was;
+    int32_t code = clb_begin(m, &was, error); /* vectors become f32 */
+    if (code) return code;
+    code = load(m, number, bytes, error);
+    clb_end(m, &was);
     return code;
 }
 

@@ -9,6 +9,9 @@ int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, con
         return clb_fail(error, CLB_INVALID, "instruction set %s is not available here", isa);
     if (n < 1 || n > INT64_C(1) << 32)
         return clb_fail(error, CLB_INVALID, "%lld elements are out of range", (long long)n);
+    fenv_t was;
+    int32_t code = CLB_OK;
+    clb_default_floats(&was);
     memcpy(out, a, (size_t)n * sizeof *out);
     switch (function) {
     case CLB_TEST_DOT: out[0] = k->dot(a, b, n); break;
@@ -21,7 +24,8 @@ int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, con
     case CLB_TEST_ROPE: k->rope(out, b, n / 2); break;
     case CLB_TEST_INDEX_SCORES: k->index_scores(a, b, n, 1, c, 0, n, out); break;
     case CLB_TEST_ANGLES: clb_rope_angles((int64_t)b[0], a, n / 2, out); break;
-    default: return clb_fail(error, CLB_INVALID, "function %d is unknown", function);
+    default: code = clb_fail(error, CLB_INVALID, "function %d is unknown", function);
     }
-    return CLB_OK;
+    fesetenv(&was);
+    return code;
 }

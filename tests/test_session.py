@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -249,22 +247,6 @@ class Unwilling(list[int]):
 
     def __iadd__(self, other):
         raise KeyboardInterrupt
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="rounds through glibc's fesetround")
-def test_the_rounding_of_a_thread_changes_nothing(session, model):
-    """Whoever called may have set another rounding mode: the bits are the same, and it stays."""
-    libm = ctypes.CDLL("libm.so.6")
-    to_zero = {"x86_64": 0xC00, "aarch64": 0xC00000}[platform.machine()]
-    expected, before = fresh(model, PROMPT), libm.fegetround()
-    assert libm.fesetround(to_zero) == 0
-    try:
-        session.step_all(PROMPT[:ROWS])
-        after = libm.fegetround()
-    finally:
-        libm.fesetround(before)
-    assert after == to_zero
-    assert continued(session, PROMPT) == expected
 
 
 def test_arrays_that_the_core_would_misread_are_refused(demo_model):
