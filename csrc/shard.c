@@ -32,6 +32,8 @@ static int32_t open_copy(clb_copy *copy, const char *path, int64_t size, clb_err
                         "it changed; open the container again", path, (long long)st.st_size,
                         (long long)size);
     copy->direct_fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (copy->direct_fd < 0 && (errno == EMFILE || errno == ENFILE)) /* others: not offered here */
+        return clb_fail(error, CLB_IO, "cannot open %s: %s", path, strerror(errno));
     return CLB_OK;
 }
 

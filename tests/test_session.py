@@ -404,6 +404,32 @@ def test_a_session_outlives_its_model(demo_container):
     ffi.release(session.handle)
 
 
+FEW_FILES = """
+import os, resource, sys
+from colibri import demo
+from colibri.container import Container
+from colibri.errors import CoreError
+from colibri.model import Model
+
+container = Container.open(demo.MODEL)
+at = os.dup(0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (at + 2 * len(container.shards) - int(sys.argv[1]),) * 2)
+os.close(at)
+try:
+    Model.open(container)
+except CoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_too_few_open_files(lacking):
+    """A shard that can be opened through the page cache alone is an error, not a slower one."""
+    program = [sys.executable, "-c", FEW_FILES, str(lacking)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ("Too many open files" in done.stdout) == bool(lacking)
+
+
 def test_counters(session):
     """The core counts what it did: forwards, rows, and at most k experts for each row and layer."""
     session.prefill(PROMPT)
