@@ -53,7 +53,7 @@ enum { /* roles of a tensor; layer is -1 for the first three */
     CLB_ROLES
 };
 
-typedef struct clb_model clb_model;
+typedef struct clb_model clb_model; /* a fork of its process can only free it */
 
 int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads,
                       clb_model **model, clb_error *error);

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/types.h>
 #include "colibri.h"
 #include "kernels.h"
 #include "reader.h"
@@ -72,6 +73,7 @@ struct clb_model {
     clb_layer *layers;   /* [layer_count] */
     clb_layer top;       /* embedding, final norm, head */
     clb_residency *residency;
+    pid_t owner; /* a fork of it has neither the threads nor a ring of its own */
     pthread_mutex_t step; /* one step at a time: the pool and the residency serve one caller */
 };
 
@@ -154,7 +156,8 @@ struct clb_session {
 
 /* ---- model.c ------------------------------------------------------------------------------ */
 
-/* One caller at a time; an error for a report that calls the model whose step it tells of. */
+/* One caller at a time; an error for a report that calls the model whose step it tells of, and in
+   a fork of the process that made it. */
 int32_t clb_lock(clb_model *m, clb_error *error);
 void clb_unlock(clb_model *m);
 /* The same for what computes: floats are as C begins with them until clb_end. */

@@ -1,6 +1,7 @@
 /* The model: what each tensor must be, where it lies, and loading the dense part into memory. */
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include "experts.h"
 
 /* ---- shapes: what each role must be (reference: the checkpoint's tensor table) -------------- */
@@ -146,6 +147,7 @@ int32_t clb_model_new(const clb_config *config, const char *isa, int32_t threads
     if (code) return code;
     clb_model *m = calloc(1, sizeof *m);
     if (!m) return clb_fail(error, CLB_NO_MEMORY, "out of memory for a model");
+    m->owner = getpid();
     pthread_mutexattr_t checked;
     pthread_mutexattr_init(&checked);
     pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK);
@@ -166,7 +168,7 @@ static void free_layer(clb_layer *layer) {
 }
 
 void clb_model_free(clb_model *m) {
-    if (!m) return;
+    if (!m || m->owner != getpid()) return; /* a fork's memory goes with it: nothing is waited for */
     clb_residency_free(m->residency);
     clb_pool_free(m->pool);
     pthread_mutex_destroy(&m->step);
@@ -182,6 +184,9 @@ void clb_model_free(clb_model *m) {
 const char *clb_model_isa(const clb_model *m) { return m->kernels->isa; }
 
 int32_t clb_lock(clb_model *m, clb_error *error) {
+    if (m->owner != getpid())
+        return clb_fail(error, CLB_INVALID, "a model cannot be used in a fork of the process that "
+                        "opened it: open it there again");
     if (pthread_mutex_lock(&m->step))
         return clb_fail(error, CLB_INVALID, "a report of a step cannot call the model");
     return CLB_OK;

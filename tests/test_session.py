@@ -404,6 +404,40 @@ def test_a_session_outlives_its_model(demo_container):
     ffi.release(session.handle)
 
 
+FORKED = """
+import os, signal
+from colibri import demo
+from colibri.container import Container
+from colibri.errors import CoreError
+from colibri.model import Model
+from colibri.session import Session
+
+model = Model.open(Container.open(demo.MODEL), threads=2)
+model.set_residency("direct", 3, "router")
+session = Session(model, 96, 8)
+session.prefill(range(5, 45))
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # rather than wait for threads that are not here
+    try:
+        session.step_all([7])
+    except CoreError as error:
+        print(error, flush=True)
+    del session, model
+    os._exit(0)
+print(os.waitpid(child, 0)[1], session.step_all([7]).shape)
+"""
+
+
+def test_a_fork_cannot_use_the_model():
+    """It has no threads and would take its parent's reads: an error, and an end without waiting."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert "a fork of the process" in first and second == "0 (1, 2048)"
+
+
 FEW_FILES = """
 import os, resource, sys
 from colibri import demo
