@@ -27,6 +27,7 @@ typedef struct clb_copy { /* of one shard, on one drive */
     char *path;
     int fd;        /* -1: there is none */
     int direct_fd; /* O_DIRECT, or -1 */
+    bool buffered; /* direct reads were refused: the page cache serves it from then on */
 } clb_copy;
 
 typedef struct clb_shard {

@@ -1,4 +1,5 @@
 /* Filling slots: an expert's extents are cut into pieces, many of which are in flight at once. */
+#include <errno.h>
 #include "residency.h"
 
 /* Bytes of one read: large enough for a drive's full rate, small enough that one expert alone keeps
@@ -41,7 +42,7 @@ static void submit_piece(clb_model *m, clb_pending *p, int32_t drive) {
     int64_t length = x->last - p->offset < PIECE ? x->last - p->offset : PIECE;
     int64_t end = p->offset + length < x->needed ? p->offset + length : x->needed;
     int32_t i = r->free_reads[--r->free_count];
-    bool direct = r->io == CLB_IO_DIRECT && copy->direct_fd >= 0;
+    bool direct = r->io == CLB_IO_DIRECT && copy->direct_fd >= 0 && !copy->buffered;
     r->reads[i] = (clb_read){.fd = direct ? copy->direct_fd : copy->fd, .offset = p->offset,
                              .length = (uint32_t)length, .tag = i};
     r->reads[i].out = p->pool->memory + p->slot * p->pool->slot_bytes + x->out +
@@ -72,11 +73,14 @@ void clb_load_pump(clb_model *m) {
     }
 }
 
-/* Takes in one finished read. A short or failed one is repeated through the page cache. */
+/* Takes in one finished read. A short or failed one is repeated through the page cache. Some file
+   systems open files for direct reads and then refuse each: one that does is not asked again. */
 static void settle(clb_model *m, const clb_read *read) {
     clb_residency *r = m->residency;
     const clb_flight *flight = &r->flights[read->tag];
+    clb_copy *copy = &m->shards[flight->shard].copy[flight->drive];
     int64_t got = read->result > 0 ? read->result : 0;
+    copy->buffered |= read->result == -EINVAL && read->fd == copy->direct_fd;
     if (got < flight->needed) {
         r->repeated_reads++;
         if (clb_shard_read(&m->shards[flight->shard], read->offset + got, flight->needed - got,
