@@ -34,6 +34,16 @@ def test_sessions(demo_model):
     assert found == expected
 
 
+def test_threads_of_the_core(demo_container, demo_model):
+    """Threads that were started by such a one compute as others do."""
+    prompt = [(7 * i + 3) % 251 for i in range(24)]
+    expected = Session(demo_model, 32, 24).prefill(prompt).tobytes()
+    with floatmode.spoiled():
+        model = Model.open(demo_container, threads=3, load=False)
+    model.load()
+    assert Session(model, 32, 24).prefill(prompt).tobytes() == expected
+
+
 @pytest.mark.parametrize("isa", available_isas())
 def test_loading(tmp_path, isa):
     """Norms of f16 denormals become the floats that they are."""
