@@ -84,7 +84,8 @@ static int32_t check_config(const clb_config *c, clb_error *error) {
         if (optional[i] < 0 || optional[i] > most)
             return clb_fail(error, CLB_INVALID, "config count %d is %lld", (int)i,
                             (long long)optional[i]);
-    if (c->layers > CLB_MAX_LAYERS || c->has_mtp > 1 || c->rope % 2 || c->experts > CLB_MAX_EXPERTS)
+    if (c->layers > CLB_MAX_LAYERS || c->has_mtp > 1 || c->rope % 2 ||
+        c->experts > CLB_MAX_EXPERTS || c->moe_intermediate * c->shared_experts > most)
         return clb_fail(error, CLB_INVALID, "layers, MTP, rope or experts out of range");
     if (!c->sparse || !c->index_kind || !c->inv_freq)
         return clb_fail(error, CLB_INVALID, "a config array is missing");

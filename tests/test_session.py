@@ -11,11 +11,11 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import tiny
-from colibri._core import ffi
+from colibri._core import ffi, lib
 
 from colibri.container import Container
 from colibri.errors import Cancelled, ContextFull, CoreError
-from colibri.model import Model
+from colibri.model import Model, _core_config
 from colibri.scratch import Scratch
 from colibri.session import Session
 
@@ -374,6 +374,14 @@ def test_impossible_steps(session, ids):
     with pytest.raises(CoreError):
         session.step_all(ids)
     assert state(session) == before
+
+
+def test_shared_experts_as_one_are_no_wider_than_others(demo_container):
+    """A width that overflows once it is multiplied by a step's rows is refused."""
+    config, _arrays = _core_config(demo_container, False)
+    config.moe_intermediate = config.shared_experts = 1 << 24
+    out, error = ffi.new("clb_model **"), ffi.new("clb_error *")
+    assert lib.clb_model_new(config, ffi.NULL, 1, out, error) == lib.CLB_INVALID
 
 
 def test_impossible_sessions(model):
