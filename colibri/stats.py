@@ -143,7 +143,7 @@ def _folded(text: str, width: int | None, indent: int = 0) -> str:
 
 
 def _segments(ledger: Ledger, width: int | None) -> list[str]:
-    """A line per segment and their sum; loaded are the experts read, ahead or not, MB are 10^6 bytes.
+    """A line per segment and their sum; loaded are experts read, ahead or not, MB 10^6 bytes.
 
     Where that is too wide, a line per figure, with as many segments beside each other as fit.
     """

@@ -37,7 +37,7 @@ class Metrics:
             "conversation's; prompt: reading it.", ["segment"], registry=registry,
         )  # fmt: skip
         self._experts = Counter(
-            "colibri_experts", "Experts computed (used); those of them that had to be read (missed).",
+            "colibri_experts", "Experts computed (used), and those that had to be read (missed).",
             ["kind"], registry=registry,
         )  # fmt: skip
         self._read = Counter(
@@ -79,9 +79,7 @@ class Metrics:
             self._seconds.labels(segment.name).inc(max(segment.seconds, 0.0))
         for counters in (receipt.prompt_counters, receipt.answer_counters):
             self._experts.labels("used").inc(counters["expert_uses"])
-            self._experts.labels("missed").inc(
-                counters["expert_loads"] + counters["pilot_useful"]
-            )
+            self._experts.labels("missed").inc(counters["expert_loads"] + counters["pilot_useful"])
             self._read.inc(counters["read_bytes"])
         if receipt.first_token_seconds is not None:
             self._first.observe(receipt.first_token_seconds)
