@@ -97,6 +97,7 @@ def test_container_sees_only_its_mount(root):
     v2(root, "/system.slice/docker-1234.scope")
     write(root, {"sys/fs/cgroup/memory.max": GIB, "sys/fs/cgroup/memory.current": 0})
     assert available(root).available == GIB
+    assert budget(None, root).bytes == GIB  # there is nobody to spare any for
 
 
 def test_names_that_are_not_utf8(root):
