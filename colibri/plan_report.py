@@ -81,7 +81,7 @@ def _too_small(
         return None  # no amount of memory helps
     least = bisect_left(range(high), True, low, key=fits)
     context = forecaster.context(least * unit, asked, io)
-    session = forecaster.demand(context, least * unit).session
+    session = forecaster.demand(context, least * unit).sessions
     return UsageError(
         f"{shape.name} does not fit {memory_size(budget.bytes)} ({budget.source}): dense weights "
         f"{memory_size(shape.resident)}, a context of {plural(context, 'token')} "
