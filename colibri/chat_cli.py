@@ -11,6 +11,7 @@ from colibri.knobs import Settings
 
 if TYPE_CHECKING:
     from colibri.engine import Engine
+    from colibri.state import State
     from colibri.terminal import Terminal
 
 GROUPS = (knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT)
@@ -57,6 +58,7 @@ def chat(settings: Settings, session: str | None) -> int:
     if session is not None:  # so is this: loading may take minutes
         directory_of(state, session)
         require_place(state, session)
+        _require_session(settings, state, session)
     lines = lines_of(terminal, state)
     try:
         engine = Engine.open(settings, terminal.progress)
@@ -86,6 +88,22 @@ def chat(settings: Settings, session: str | None) -> int:
             with suppress(ColibriError):
                 repl.close()
                 resident.save()
+
+
+def _require_session(settings: Settings, state: "State", name: str) -> None:
+    """StateError when another process has the session, or it is another model's."""
+    from colibri.container import Container
+    from colibri.engine import model_directory
+    from colibri.saved import Saved
+    from colibri.tokenizer import Tokenizer
+
+    directory = model_directory(settings)
+    saved = Saved(state, name, Container.open(directory), Tokenizer.load(directory).digest)
+    try:
+        if saved.exists:
+            saved.open()
+    finally:
+        saved.close()
 
 
 def _banner(engine: "Engine", thinking: str) -> str:

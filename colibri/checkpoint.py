@@ -41,7 +41,8 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     directory = Path(directory)
     if (directory / WORK).exists():
         raise ContainerError(
-            f"{directory}: a conversion into it has not ended; run the same command again"
+            f"{directory}: a conversion into it has not ended; run the same "
+            "colibri convert again: what is done is kept"
         )
     return read_checkpoint(directory)
 

@@ -20,7 +20,7 @@ from colibri.knobs import Knob, Settings, Switch
 
 EXIT_HELP = """\b
 Exit status: 0 the answer is complete, 1 error, 2 wrong usage,
-130 interrupted (Ctrl-C), 141 the reader of stdout left.
+130 interrupted (Ctrl-C), 129 or 143 ended by SIGHUP or SIGTERM, 141 the reader of stdout left.
 """
 RUN_GROUPS = (
     knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT,

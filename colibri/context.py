@@ -7,6 +7,7 @@ from colibri.memory import RESERVE, Budget
 
 MOST = 32768  # without --ctx; more is a flag away
 LEAST = 4096  # without --ctx, memory permitting
+USEFUL = 1024  # fewer hold hardly a question and its answer
 _SHARE = 8  # without --ctx, caches take at most 1/8 of what the weights leave, LEAST permitting
 _SCRATCH = 8  # 1/8 of what is left is set aside for a step's scratch
 _FLOAT = 4

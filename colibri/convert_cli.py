@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -154,8 +155,8 @@ def verify(directory: Path, deep: bool, mirror: str | None, threads: int | None)
 @click.command("score", cls=Command)
 @click.argument("model", required=False)
 @click.option(
-    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
-    required=True, help="UTF-8 text to predict.",
+    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
+    metavar="FILE", required=True, help="UTF-8 text to predict; - is stdin.",
 )  # fmt: skip
 @click.option(
     "--window",
@@ -394,7 +395,8 @@ def _score_lines(found: Score) -> list[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode("utf-8")
     except UnicodeDecodeError as why:
         raise UsageError(f"{path} is not UTF-8 text at byte {why.start}") from None
 

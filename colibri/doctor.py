@@ -124,11 +124,15 @@ class Doctor:
         from colibri.engine import model_directory
         from colibri.mirror import directories
         from colibri.tokenizer import Tokenizer
+        from colibri.verify import verify
 
         self.directory = model_directory(self.settings)
         mirrors = directories(self.settings.mirror)
         self.container = container = Container.open(self.directory, mirrors)
         Tokenizer.load(self.directory)
+        faults = verify(self.directory, mirrors=mirrors).faults
+        if faults:
+            return Finding("model", FAIL, faults[0], "colibri verify says more")
         nbytes = container.bytes
         files = plural(len(container.shards), "file")
         text = f"{self.directory}: whole, {files}, {file_size(nbytes)}"
@@ -140,6 +144,7 @@ class Doctor:
 
     def check_fit(self) -> Finding:
         """How much of it stays in memory."""
+        from colibri.context import USEFUL
         from colibri.forecast import Forecaster
         from colibri.probe import Speeds
         from colibri.shapes import of_container
@@ -157,6 +162,9 @@ class Doctor:
         some = f"{number(here.slots)} of {experts} experts a layer"
         kept = some if here.hits < 1 else "all experts"
         text = f"dense weights, a context of {context} tokens and {kept} fit"
+        if context < min(USEFUL, shape.config.max_position_embeddings):
+            remedy = "that holds hardly a question and its answer: give more memory"
+            return Finding("fit", WARN, text, remedy)
         if here.slots < used:
             remedy = f"a token needs {used} a layer, so most are read again: give more memory"
             return Finding("fit", WARN, text, remedy)

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from colibri import context, demo, generation
+from colibri.amounts import memory_size
 from colibri.answer import Prompt
 from colibri.chat import Template, raw_prompt
 from colibri.container import Container
@@ -22,7 +23,7 @@ from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ContextFull, UsageError
 from colibri.knobs import Settings
-from colibri.memory import RESERVE, Budget, budget, physical_cores
+from colibri.memory import RESERVE, Budget, available, budget, physical_cores
 from colibri.mirror import directories
 from colibri.model import PILOT_SLOTS, Model
 from colibri.paths import expanded
@@ -91,6 +92,7 @@ class Engine:
         self.sampling, self.recommended = generation.sampling(settings, container.directory)
         self.load_seconds = 0.0
         self.plan: Plan | None = None
+        self._lacking = ""  # what --ram allows and the machine has not, in words
         self._shape(size, rows)
         self.conversations = 1  # slots the plan has room for
         self.tokenizer.require_rows(container.config.vocab_size, container.directory)
@@ -106,7 +108,7 @@ class Engine:
         begun = perf_counter()
         container = Container.open(model_directory(settings), directories(settings.mirror))
         mtp = settings.mtp and container.has_mtp and settings.draft != 0
-        memory = budget(settings.ram)
+        memory, free = budget(settings.ram), available()
         size = context.choose(container, mtp, settings.context, memory)
         model = Model.open(
             container,
@@ -125,6 +127,12 @@ class Engine:
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
         engine.plan = engine._divide(memory, lambda: choose(container, state))
+        if engine.plan.footprint > free.available:
+            engine._lacking = (
+                f"--ram allows {memory_size(engine.plan.footprint)} and only "
+                f"{memory_size(free.available)} are free ({free.source}): the system may end "
+                "this process; lower --ram"
+            )
         pilot = "router" if engine.plan.pilot else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
@@ -171,10 +179,18 @@ class Engine:
         return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, streamed)
 
     @property
+    def _short_of_memory(self) -> bool:
+        """Whether the context is what memory allowed, and less than anyone would have chosen."""
+        least = min(context.LEAST, self.container.config.max_position_embeddings)
+        return self.settings.context is None and self.context < least
+
+    @property
     def notes(self) -> list[str]:
         """What differs from what a user may think: of container, plan, settings without effect."""
         settings, template, plan = self.settings, self.template, self.plan
         notes = [*self.container.notes, *(plan.notes if plan else ())]
+        if self._lacking:
+            notes.append(self._lacking)
         if plan and plan.io.startswith("mmap") and settings.spec and "spec" in settings.given:
             notes.append("--spec has no effect: all experts are left to the page cache")
         if settings.thinking is not None and not template.has_thinking_switch:
@@ -253,6 +269,8 @@ class Engine:
             most = self.container.config.max_position_embeddings
             size = f"{nbytes} bytes, at least {count} tokens," if nbytes else f"{count} tokens"
             fault = f"the prompt has {size} and the context holds {self.context}, answer included"
+            if self.context < most and self._short_of_memory:
+                raise ContextFull(fault, "There is memory for no more; free some or raise --ram")
             if self.context < most:
                 raise ContextFull(fault, f"--ctx raises it, to {most} at most")
             raise ContextFull(fault, "This model has no larger one", "; shorten the prompt")

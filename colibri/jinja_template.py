@@ -72,7 +72,7 @@ def compile_template(source: str, where: str) -> Callable[[dict[str, Any]], str]
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise ConfigError(
-            f"{where}: the chat template does not compile: {line}{error}. "
+            f"{where}: the chat template does not compile: {line}{str(error).rstrip('.')}. "
             "Restore it from the model's repository, or remove it to use the built-in template."
         ) from None
 

@@ -162,5 +162,5 @@ def _notes(demand: Demand, slots: float) -> tuple[str, ...]:
     return (
         f"{number(slots)} expert slots a layer hold less than one token's "
         f"{demand.experts_per_token}, so that most are read for every token; "
-        f"{memory_size(need)} hold them all",
+        f"{memory_size(need)} for experts alone hold them all",
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from colibri.amounts import file_size, memory_size, number, plural, roughly
+from colibri.context import USEFUL
 from colibri.errors import UsageError
 from colibri.forecast import ACCEPTED, Forecast, Forecaster, budgets, lengths
 from colibri.memory import RESERVE, Budget
@@ -52,7 +53,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
         "lengths": [
             forecaster.forecast(budget.bytes, n, context, io).as_dict() for n in lengths(context)
         ],
-        "notes": [*plan.notes, *_notes(forecaster, plan, here)],
+        "notes": [*plan.notes, *_notes(forecaster, plan, here, context)],
     }
 
 
@@ -69,11 +70,14 @@ def _too_small(
     shape = forecaster.shape
     unit, letter = (_GIB // 10, "") if shape.resident >= _GIB else (1 << 20, "M")
 
+    useful = min(USEFUL, shape.config.max_position_embeddings)
+
     def fits(units: int) -> bool:
         try:
-            return bool(_divided(forecaster, units * unit, asked, io))
+            context, _ = _divided(forecaster, units * unit, asked, io)
         except UsageError:
             return False
+        return asked is not None or context >= useful
 
     low = budget.bytes // unit
     high = forecaster.whole(asked or LENGTH) // unit + 1
@@ -108,8 +112,10 @@ def _row(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> dic
         return {"budget": nbytes, "error": str(error)}
 
 
-def _notes(forecaster: Forecaster, plan: Plan, here: Forecast) -> Iterator[str]:
+def _notes(forecaster: Forecaster, plan: Plan, here: Forecast, context: int) -> Iterator[str]:
     speeds = forecaster.speeds
+    if context < min(USEFUL, forecaster.shape.config.max_position_embeddings):
+        yield f"a context of {context} tokens holds hardly a question and its answer"
     if not speeds.products:
         yield "arithmetic is left out: only memory and disk limit these figures"
     if speeds.sources.get("disk") == "assumed":

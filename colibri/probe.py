@@ -90,7 +90,7 @@ class Speeds:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return asdict(self) | {"beside": self.beside._asdict()}
 
 
 def products(

@@ -9,7 +9,7 @@ from colibri import stats
 from colibri.answer import MOST_BYTES, Prompt
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
-from colibri.interrupt import Interrupts
+from colibri.interrupt import Interrupts, TerminationSignals
 from colibri.knobs import Settings
 from colibri.resident import Resident
 from colibri.state import State
@@ -17,6 +17,10 @@ from colibri.terminal import Terminal, is_terminal
 from colibri.turn import Turn
 
 _RECEIPTS = {"line": stats.line, "table": stats.table, "full": stats.full}
+_ONLY_REASONING = (
+    "all of the answer is reasoning, which is no part of stdout; --max-tokens allows a longer one, "
+    "--no-think asks for none"
+)
 
 
 def run_prompt(
@@ -37,18 +41,21 @@ def run_prompt(
     finally:
         terminal.clear()
     _announce(terminal, engine)
-    with Interrupts(turn.cancel) as interrupts:
+    with TerminationSignals() as signals, Interrupts(turn.cancel) as interrupts:
         turn.session.watch(interrupts.fd)
         try:
-            _stream(terminal, turn, as_json)
+            with signals.stopping(turn.cancel):
+                _stream(terminal, turn, as_json)
         finally:
             turn.session.watch(-1)
     if as_json:
         terminal.write(as_object(turn) + "\n")
+    elif turn.receipt and turn.receipt.reasoning_alone:
+        terminal.note(f"colibri: note: {_ONLY_REASONING}")
     _print_receipt(terminal, settings, turn, as_json)
     resident.save()
     interrupted = turn.finish_reason == stats.INTERRUPTED
-    return Exit.INTERRUPTED if interrupted else Exit.OK
+    return signals.status or (Exit.INTERRUPTED if interrupted else Exit.OK)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:

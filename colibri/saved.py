@@ -274,7 +274,7 @@ class Saved:
         if count > session.context:
             raise StateError(
                 f"session {self.name!r} has {count} tokens and the context holds "
-                f"{session.context}; --ctx raises it"
+                f"{session.context}; --ctx raises it, memory permitting"
             )
         session.rewind(0)
         try:

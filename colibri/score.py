@@ -73,8 +73,12 @@ def score_text(
     ids = tokenizer.encode_template(text) if markup else tokenizer.encode(text)
     if not ids or (len(ids) == 1 and not prefix):
         raise UsageError("the text has no token to score; give a longer one")
-    if not 1 <= window <= session.context - len(prefix) or window + len(prefix) < 2:
-        raise UsageError(f"a window of {window} tokens does not fit a context of {session.context}")
+    most = session.context - len(prefix)
+    if not 1 <= window <= most or window + len(prefix) < 2:
+        raise UsageError(
+            f"a window of {window} tokens does not fit a context of {session.context}: at most "
+            f"{most} do, behind the {len(prefix)} that every window begins with"
+        )
     nats: list[float] = []
     scored: list[int] = []
     for begin in range(0, len(ids), window):

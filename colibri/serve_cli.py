@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import signal
 import socket
@@ -88,9 +89,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        remedy = "Another --port, or --port 0 for any free one, may do"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "--host must be an address of this machine, 0.0.0.0 for all of them"
         raise UsageError(
-            f"{host} port {port} cannot be listened on: {error.strerror}. "
-            "Another --port, or --port 0 for any free one, may do"
+            f"{host} port {port} cannot be listened on: {error.strerror}. {remedy}"
         ) from None
     return listener
 

@@ -49,6 +49,7 @@ class Receipt:
     finish_reason: str
     ledger: Ledger
     peak_bytes: int
+    reasoning_alone: bool = False  # the answer ended before any text that is not reasoning
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,8 +65,9 @@ class Receipt:
     @property
     def answer_rate(self) -> float | None:
         """Generated tokens per second of decoding, the showing of them included; the steps of
-        other turns are left out, as they are of the prompt's seconds."""
-        return _rate(self.answer_tokens, self.answer_seconds)
+        other turns are left out, as they are of the prompt's seconds. None without a step: a first
+        token comes of the prompt."""
+        return _rate(self.answer_counters["forwards"] and self.answer_tokens, self.answer_seconds)
 
     @property
     def drafts(self) -> tuple[int, int]:
@@ -266,7 +268,8 @@ def _sampling(receipt: Receipt) -> str:
 
 def _finish(receipt: Receipt) -> str:
     if receipt.finish_reason == LENGTH:
-        return f"stopped at the limit of {plural(receipt.max_tokens, 'token')}"
+        still = ", still reasoning" if receipt.reasoning_alone else ""
+        return f"stopped at the limit of {plural(receipt.max_tokens, 'token')}{still}"
     return {
         STOP: "complete",
         CONTEXT: f"stopped: the context of {receipt.context} tokens is full",

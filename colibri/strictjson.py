@@ -42,7 +42,7 @@ def parse_object(data: bytes, where: str, error: type[ColibriError]) -> dict[str
     except RecursionError as why:
         raise error(f"{where}: JSON nested too deeply; the file is damaged") from why
     except ValueError as why:
-        raise error(f"{where}: not valid JSON: {why}") from why
+        raise error(f"{where}: not valid JSON: {why}; the file is damaged") from why
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -215,6 +215,7 @@ class Turn:
             finish_reason=self.finish_reason,
             ledger=self._ledger,
             peak_bytes=stats.peak_bytes(),
+            reasoning_alone=bool(self.reasoning and not self.text),
             notes=tuple(self.sampler.warnings),
         )
 

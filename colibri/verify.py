@@ -73,7 +73,8 @@ def verify(
     verdict = Verdict(Path(directory))
     if (verdict.directory / WORK).exists():
         verdict.faults.append(
-            f"{verdict.directory}: a conversion into it has not ended; run the same command again"
+            f"{verdict.directory}: a conversion into it has not ended; run the same "
+            "colibri convert again: what is done is kept"
         )
     shards = _read_shards(verdict)
     _check_index(verdict, shards)
@@ -125,11 +126,14 @@ def _check_index(verdict: Verdict, shards: list[Shard]) -> None:
         data = (directory / INDEX).read_bytes()
         weights = parse_object(data, str(directory / INDEX), ContainerError).get("weight_map", {})
         if not (isinstance(weights, dict) and all(isinstance(f, str) for f in weights.values())):
-            raise ContainerError("its weight_map is no table of file names; fetch it again")
+            raise ContainerError(f"{directory / INDEX}: its weight_map is no table of file names")
     except FileNotFoundError:
         return
-    except (OSError, ContainerError) as why:
-        verdict.faults.append(f"{directory / INDEX}: cannot be used: {why}")
+    except OSError as why:
+        verdict.faults.append(f"{directory / INDEX}: cannot be read: {why.strerror}")
+        return
+    except ContainerError as why:
+        verdict.faults.append(f"{why}. {_remedy(directory, directory / INDEX)}")
         return
     present = {path.name for path in directory.glob("*.safetensors")}
     for name in sorted(set(weights.values()) - present):

@@ -309,6 +309,7 @@ def test_a_session_is_of_the_tokenizer_that_was_loaded(talk, demo_path, tmp_path
     path.write_text(text + "\n")
     other = talk(SNOW, flags=(str(model), "--session", "snow"))
     assert other.status == 1 and "belongs to another tokenizer" in other.err
+    assert "/help" not in other.err  # told before the model is loaded
 
 
 def test_asking_for_a_session_makes_none(talk, tmp_path):

@@ -119,7 +119,7 @@ def test_half_characters_are_replaced():
 
 def receipt(**changes) -> Receipt:
     """A turn of 10 tokens in two seconds."""
-    counters = {"expert_uses": 200, "expert_loads": 30, "pilot_useful": 20}
+    counters = {"forwards": 9, "expert_uses": 200, "expert_loads": 30, "pilot_useful": 20}
     values = {
         "model": "m", "isa": "scalar", "threads": 1, "io": "direct", "slots_per_layer": 8,
         "load_seconds": 0.0, "context": 4096, "prompt_tokens": 100, "reused_tokens": 0,
@@ -182,6 +182,19 @@ def test_receipts_fit(width, show):
     assert all(len(line) < width for line in text.splitlines())
     assert set(text.split()) == set(plain.split()) and figures(text) == figures(plain)
     assert show(turn, 1000) == plain
+
+
+def test_one_token_has_no_speed():
+    """A first token comes of the prompt: without a step there is no speed to tell."""
+    one = {"forwards": 0, "expert_uses": 0, "expert_loads": 0, "pilot_useful": 0}
+    turn = receipt(answer_tokens=1, answer_counters=one)
+    assert turn.answer_rate is None and "tok/s" not in status(turn, 80)
+
+
+def test_an_answer_that_only_reasons():
+    """The receipt tells why there is nothing to read: the limit came while it was reasoning."""
+    turn = receipt(finish_reason="length", max_tokens=9, reasoning_alone=True)
+    assert "stopped at the limit of 9 tokens, still reasoning" in stats.line(turn)
 
 
 def test_fast_answers_are_written_out():

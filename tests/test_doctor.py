@@ -117,6 +117,25 @@ def test_model(copy, damage):
     assert {found[name].status for name in ("fit", "files", "disk")} == {rest}
 
 
+@pytest.mark.parametrize("damage", ["template", "index"])
+def test_what_verify_finds(copy, damage):
+    """A template that cannot be used, or a file that only the index knows, fails here too."""
+    if damage == "template":
+        (copy / "chat_template.jinja").write_text("{% if %}")
+    else:
+        index = copy / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("mtp-00001", "mtp-00002"))
+    found = examine(model=str(copy))["model"]
+    assert found.status == FAIL and "colibri verify" in found.remedy
+    assert {"template": "does not compile", "index": "is missing"}[damage] in found.found
+
+
+def test_a_context_of_hardly_a_question():
+    """Where memory leaves a context that nothing can be asked in, that is told."""
+    found = examine(ram="101M")["fit"]
+    assert found.status == WARN and "hardly a question" in found.remedy
+
+
 def test_no_model():
     """A directory that is not there is named, and what to give instead."""
     found = examine(model="/nowhere")["model"]

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from colibri import engine as engines
 from colibri.answer import Prompt
 from colibri.contents import Contents
 from colibri.engine import Engine
 from colibri.errors import ConfigError, ContextFull, UsageError
 from colibri.interrupt import Interrupts
 from colibri.knobs import Settings
+from colibri.memory import Memory
 from colibri.model import Model
 from colibri.session import more_rows
 from colibri.turn import Turn
@@ -156,6 +158,25 @@ def test_a_model_larger_than_memory_reads_prompts_in_larger_chunks(engine, monke
     assert finish(turns[0]) == finish(turns[1])
     forwards = [turn.receipt.prompt_counters["forwards"] for turn in turns]
     assert forwards == [5, 1] and turns[0].receipt.prompt_tokens == 606
+
+
+def test_more_memory_than_there_is(monkeypatch):
+    """A plan for more than is free is told with both numbers; one that needs less is not."""
+    settings = Settings.resolve({"threads": "1", "ram": "1G", "io": "direct"}, {})
+    assert not [note for note in Engine.open(settings).notes if "--ram" in note]
+    monkeypatch.setattr(engines, "available", lambda: Memory(100 << 20, "free memory"))
+    (note,) = [note for note in Engine.open(settings).notes if "lower --ram" in note]
+    assert "only 100 MiB are free" in note
+
+
+def test_a_context_that_memory_cut_short(engine):
+    """Who asked for no context is sent for memory, who did is told how far --ctx goes."""
+    short = Engine.open(Settings.resolve({"ram": "101M", "threads": "1", "io": "direct"}, {}))
+    with pytest.raises(ContextFull, match="memory for no more; free some or raise --ram"):
+        short.require_room(1000)
+    small = Engine.open(Settings.resolve({"context": "64", "threads": "1"}, {}))
+    with pytest.raises(ContextFull, match="--ctx raises it, to 1024 at most"):
+        small.require_room(1000)
 
 
 def test_conversations_pay_for_one_scratch():

@@ -67,7 +67,7 @@ def test_less_than_a_token_is_said():
     """Fewer slots than one token needs is a note with the memory that would change it."""
     plan = make_plan(DEMAND, 700 * MB + 3 * DEMAND.layer_slots_bytes)
     assert 3 < plan.slots_per_layer < 5
-    assert "736 MiB hold them all" in plan.notes[0]
+    assert "736 MiB for experts alone hold them all" in plan.notes[0]
 
 
 def test_dense_part_must_fit():

@@ -160,16 +160,19 @@ def test_refusals(command, still, arguments, message):
     ],
 )
 def test_the_least_memory_that_works(command, still, arguments, step):
-    """Where nothing fits, plan names the least that does: with it there is a forecast, with a step
-    less there is none."""
+    """Where nothing fits, plan names the least that does, for a useful context if none was asked
+    for: with a step less there is no forecast, or one of hardly any context."""
     asked = ["plan", *arguments.split(), "--memory", "50"]
     result = command(*asked)
     found = re.search(r"is the least that works: .*--ram ([\d.]+)(M?)", result.err)
     assert result.status == 2 and found and result.out == ""
     assert ("a smaller --ctx" in result.err) == ("--ctx" in arguments)
     less = round(float(found[1]) - float(step.rstrip("M")), 1)
-    assert command(*asked, "--ram", found[1] + found[2]).status == 0
-    assert command(*asked, "--ram", f"{less}{found[2]}").status == 2
+    enough = command(*asked, "--ram", found[1] + found[2])
+    assert enough.status == 0 and "holds hardly a question" not in enough.out
+    result = command(*asked, "--ram", f"{less}{found[2]}")
+    assert result.status == 2 or "holds hardly a question" in result.out
+    assert result.status == 2 or "--ctx" not in arguments
 
 
 def test_forecasts_are_checked_against_the_engine(demo_container, still):

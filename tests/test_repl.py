@@ -32,9 +32,10 @@ def kept(tmp_path) -> dict[str, str]:
 
 def answer(screen: str) -> str:
     """The answer on a screen, its lines joined again: what stands between question and status."""
-    lines = [line.ljust(80) for line in screen.rpartition("tok/s")[0].splitlines()]
+    (said,) = re.findall(r"(?ms)\A(.*)^(?:\S+ tok/s, )?first ", screen)
+    lines = [line.ljust(80) for line in said.splitlines()]
     last = max(number for number, line in enumerate(lines) if line.startswith("> "))
-    return "".join(lines[last + 1 : -1]).rstrip()
+    return "".join(lines[last + 1 :]).rstrip()
 
 
 @pytest.fixture(scope="module")

@@ -402,3 +402,7 @@ def test_guesses_change_no_bit_and_true_ones_are_used(directory):
     assert told["pilot_useful"] > 0.9 * told["pilot_reads"] > 0
     assert told["expert_loads"] < 0.5 * base["expert_loads"]
     assert misled["pilot_reads"] < told["pilot_reads"] / 2
+    for found in (base, told, misled):  # what was read ahead is read, too
+        one = found["expert_bytes"] // found["expert_uses"]
+        assert found["pilot_bytes"] == one * found["pilot_reads"]
+        assert found["read_bytes"] == one * (found["expert_loads"] + found["pilot_reads"])

@@ -223,6 +223,16 @@ def test_ctrl_c_with_json():
     assert json.loads(out)["finish_reason"] == "interrupted"
 
 
+def test_a_termination_keeps_what_there_is():
+    """SIGTERM ends the answer as Ctrl-C does: a whole object, and the status of that signal."""
+    with gated("progress", "run", "--json", "-p", LONG) as command:
+        read_until(command.process.stderr.fileno(), "gate 128/")
+        command.process.terminate()
+        status, out, _ = command.end()
+    assert status == 128 + signal.SIGTERM
+    assert json.loads(out)["finish_reason"] == "interrupted"
+
+
 def test_second_ctrl_c_quits():
     """Two signals before the program comes back to Python quit it at once."""
     with gated("show", *RUN) as command:

@@ -112,6 +112,7 @@ def test_commands(command, demo_path, tmp_path):
     status, out, _ = command("score", str(demo_path), "--text", str(text), "--window", "50")
     assert status == Exit.OK and "nats per byte" in out and "window 50" in out
     answer = command("score", str(demo_path), "--text", str(text), "--window", "50", "--json")
+    assert command("score", "--text", "-", "--window", "50", stdin=TEXT.encode()).out == out
     fields = json.loads(answer.out)
     assert f"{fields['per_byte']:.6f}" in out and fields["scored_bytes"] == len(TEXT)
     text.write_bytes(b"ab\xff")

@@ -183,7 +183,8 @@ class Plan:
         free, needed = free_bytes(self.request.target), self.needed_free()
         if needed > free:
             remedy = "free some, or give a directory on another disk"
-            if not (self.hub or self.request.delete_source):
+            floats = isinstance(self.source, FloatSource)  # repack frees nothing
+            if floats and not (self.hub or self.request.delete_source):
                 remedy += "; --delete-source frees each source shard once it is safely written"
             raise UsageError(
                 f"{self.request.target}: {file_size(needed)} are needed and {file_size(free)} are "
