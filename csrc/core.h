@@ -28,6 +28,7 @@ typedef struct clb_copy { /* of one shard, on one drive */
     int fd;        /* -1: there is none */
     int direct_fd; /* O_DIRECT, or -1 */
     bool buffered; /* direct reads were refused: the page cache serves it from then on */
+    bool failed;   /* a read of it failed: the others are asked, while there are any */
 } clb_copy;
 
 typedef struct clb_shard {

@@ -12,24 +12,28 @@ static void count_reads(clb_slot *s, const clb_extents *places) {
         s->reads_left += (int32_t)((places->at[i].last - places->at[i].first + PIECE - 1) / PIECE);
 }
 
-/* Past the page cache: the drive with the fewest bytes in flight; so a faster one gets more. */
+static bool is_sound(const clb_copy *copy) { return copy->fd >= 0 && !copy->failed; }
+
+/* Past the page cache: the drive with the fewest bytes in flight; so a faster one gets more, and
+   one that fails at once must not be asked again. */
 static int32_t idlest_drive(const clb_residency *r, const clb_shard *shard) {
     int32_t best = CLB_NONE;
     for (int32_t i = 1; i <= CLB_DRIVES; i++) {
         int32_t drive = (r->last_drive + i) % CLB_DRIVES;
-        if (shard->copy[drive].fd < 0) continue;
+        if (!is_sound(&shard->copy[drive])) continue;
         if (best == CLB_NONE || r->bytes_in_flight[drive] < r->bytes_in_flight[best]) best = drive;
     }
-    return best;
+    return best == CLB_NONE ? 0 : best;
 }
 
 /* Through the page cache: a piece always comes from the same drive, or it would be kept twice. */
 static int32_t drive_of_piece(const clb_shard *shard, int64_t offset) {
     int64_t copies = 0;
     int32_t drive = 0;
-    for (int32_t i = 0; i < CLB_DRIVES; i++) copies += shard->copy[i].fd >= 0;
+    for (int32_t i = 0; i < CLB_DRIVES; i++) copies += is_sound(&shard->copy[i]);
+    if (copies == 0) return 0;
     for (int64_t before = offset / PIECE % copies;; drive++) {
-        if (shard->copy[drive].fd < 0) continue;
+        if (!is_sound(&shard->copy[drive])) continue;
         if (before-- == 0) return drive;
     }
 }
@@ -73,6 +77,12 @@ void clb_load_pump(clb_model *m) {
     }
 }
 
+/* Whether a read that did not give all it should says something about the file or its drive. */
+static bool tells_of_copy(int32_t result) {
+    return result != -EINVAL && result != -EINTR && result != -EAGAIN && result != -ENOMEM &&
+           result != -ECANCELED;
+}
+
 /* Takes in one finished read. A short or failed one is repeated through the page cache. Some file
    systems open files for direct reads and then refuse each: one that does is not asked again. */
 static void settle(clb_model *m, const clb_read *read) {
@@ -83,6 +93,7 @@ static void settle(clb_model *m, const clb_read *read) {
     copy->buffered |= read->result == -EINVAL && read->fd == copy->direct_fd;
     if (got < flight->needed) {
         r->repeated_reads++;
+        copy->failed |= tells_of_copy(read->result);
         if (clb_shard_read(&m->shards[flight->shard], read->offset + got, flight->needed - got,
                            read->out + got, &r->fault))
             flight->pool->slots[flight->slot].failed = true;
