@@ -364,3 +364,18 @@ def test_acceptance_does_not_decay_over_a_conversation(demo_model, demo_tokenize
     for runs in seen.values():
         assert len(runs) == 4 and all(run == runs[0] for run in runs)
         assert sum(runs[0][2]) > 20
+
+
+def test_an_mtp_cache_ahead_of_the_others(open_model):
+    """Rows absorbed for positions that are yet to come: hidden states are kept as without them."""
+    model = open_model("groups", "own")
+    kept = []
+    for ahead in (False, True):
+        session = Session(model, 1200, 8)
+        rows = np.zeros((8, model.config.hidden_size), np.float32)
+        for _ in range(80 * ahead):
+            session.mtp_absorb(rows, [5] * 8)
+        for start in range(0, WAITING + 16, 8):
+            session.step_all([(start + i) % 251 for i in range(8)], "none")
+        kept.append(session.hidden.tobytes())
+    assert kept[0] == kept[1]

@@ -162,6 +162,25 @@ def test_coldest_goes_first_when_heats_are_gone(directory):
         before = model.resident()
 
 
+def test_what_was_hot_long_ago_is_cold_when_heats_were_divided(directory):
+    """Heats are divided every 2,048 tokens, in slots as in the table."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("buffered", 16)
+    session = Session(model, 520, 512)
+    used = []
+    for token, rounds in ((7, 3), (9, 2), (9, 1)):
+        for _ in range(rounds):
+            session.rewind(0)
+            session.step_all([token] * 512, "none")
+            session.step_all([token], "none")
+        session.rewind(512)
+        used.append(set().union(*chosen(session, 1)))
+        session.step_all([token], "none")
+    order = model.resident()
+    old, new = used[0] - used[1] - used[2], used[2]
+    assert old and max(map(order.index, new)) < min(map(order.index, old))
+
+
 def test_too_few_slots_still_hit(directory):
     """With fewer slots than a token uses experts, one token after another finds some of its
     experts: the others pass through a few slots."""
@@ -316,6 +335,56 @@ def test_direct_reads_that_are_refused():
     assert filtered(REFUSED) == "True True True\n"
 
 
+def test_files_that_end_anywhere(directory, tmp_path):
+    """The last read of a file whose end is not aligned is as long as it has to be."""
+    tiny.write(tmp_path, tiny.GROUPS, seed=5)
+    container = Container.open(tmp_path)
+    assert any(shard.size % 4096 for shard in container.shards)
+    model = Model.open(container)
+    plain = run(model)
+    for io in ("direct", "buffered"):
+        model.set_residency(io, 2)
+        assert run(model) == plain
+        session = Session(model, 64, 8)
+        session.prefill(PROMPT)
+        assert session.counters()["repeated_reads"] == 0
+
+
+def test_what_is_there_does_not_make_room(directory):
+    """The coldest expert of all stays for the token that uses it, whatever that misses."""
+    model = Model.open(Container.open(directory), mtp=False)
+    session = Session(model, 64, 1)
+    session.step_all([7])
+    sparse = model.container.sparse[: model.config.num_hidden_layers]
+    first = sparse.index(True)
+    used = sorted(expert for layer, expert in chosen(session, 1)[0] if layer == first)
+    others = [expert for expert in range(model.config.n_routed_experts) if expert not in used]
+    model.set_residency("direct", 1)
+    model.warm([(first, expert) for expert in (used[-1], *others[: sum(sparse) - 1])])
+    session = Session(model, 64, 1)
+    session.step_all([7])
+    counters = session.counters()
+    assert counters["expert_loads"] == counters["expert_uses"] - 1
+
+
+def test_uses_from_before_a_restore_do_not_count(directory):
+    """A session whose caches were replaced ages experts as a new one with them does."""
+    orders = []
+    for again in (False, True):
+        model = Model.open(Container.open(directory), mtp=False)
+        model.set_residency("direct", 4)
+        session = Session(model, 64, 8)
+        session.step_all(PROMPT[:3])
+        if again:
+            session = Session(model, 64, 8)
+        for layer in range(model.layers):
+            session.cache(layer, "kv")[:] = 0
+        session.restore(PROMPT, 0)
+        session.step_all([7])
+        orders.append(model.resident())
+    assert orders[0] == orders[1]
+
+
 def test_warm_set_is_restored_in_order(directory):
     """A saved resident set, loaded oldest first, has the same order and needs no further reads."""
     model = Model.open(Container.open(directory), mtp=False)
@@ -357,6 +426,23 @@ def test_cut_file_is_an_error_and_nothing_is_lost(directory, tmp_path):
         file.write(whole)
     rest = PROMPT[session.length :]
     assert session.prefill(rest).tobytes() == expected
+
+
+def test_a_warm_start_from_a_cut_file_leaves_nothing_behind(directory, tmp_path):
+    """Slots whose reads failed are read again, or hold other experts, once the file is whole."""
+    copy = tmp_path / "model"
+    shutil.copytree(directory, copy)
+    container = Container.open(copy)
+    model = Model.open(container, mtp=False)
+    expected = Session(model, 64, 8).prefill(PROMPT).tobytes()
+    experts = next(s for s in container.shards if "experts" in s.path.name)
+    whole = experts.path.read_bytes()
+    model.set_residency("direct", 2)
+    os.truncate(experts.path, 8192)
+    model.warm([(layer, 0) for layer, sparse in enumerate(model.container.sparse[:-1]) if sparse])
+    assert model.resident() == []
+    experts.path.write_bytes(whole)
+    assert Session(model, 64, 8).prefill(PROMPT).tobytes() == expected
 
 
 def test_slots_must_be_some(directory):
