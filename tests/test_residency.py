@@ -9,6 +9,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+import shardkit
 import tiny
 
 from colibri.container import Container, format_of
@@ -337,17 +338,17 @@ def test_direct_reads_that_are_refused():
 
 def test_files_that_end_anywhere(directory, tmp_path):
     """The last read of a file whose end is not aligned is as long as it has to be."""
-    tiny.write(tmp_path, tiny.GROUPS, seed=5)
+    arrays = sorted(shardkit.weights(tiny.GROUPS).items(), key=lambda item: ".experts." in item[0])
+    shardkit.directory(tmp_path, {"model.safetensors": dict(arrays)}, tiny.GROUPS)
     container = Container.open(tmp_path)
-    assert any(shard.size % 4096 for shard in container.shards)
+    assert container.shards[0].size % 4096
     model = Model.open(container)
-    plain = run(model)
+    layers = [layer for layer in range(model.layers) if container.sparse[layer]]
+    pairs = [(layer, expert) for layer in layers for expert in range(16)]
     for io in ("direct", "buffered"):
-        model.set_residency(io, 2)
-        assert run(model) == plain
-        session = Session(model, 64, 8)
-        session.prefill(PROMPT)
-        assert session.counters()["repeated_reads"] == 0
+        model.set_residency(io, 16)
+        model.warm(pairs)
+        assert sorted(model.resident()) == pairs
 
 
 def test_what_is_there_does_not_make_room(directory):
@@ -396,6 +397,22 @@ def test_warm_set_is_restored_in_order(directory):
     model.warm(saved[::-1])
     assert model.resident() == saved
     assert Session(model, 64, 8).counters()["expert_loads"] == 0
+
+
+def test_warming_cools_nothing(directory):
+    """Experts of many uses are hotter than those of a later one, warmed in between or not."""
+    model = Model.open(Container.open(directory), mtp=False)
+    model.set_residency("direct", 16)
+    session = Session(model, 64, 1)
+    used = []
+    for token in [7] * 12 + [9, 9]:
+        if token == 9:
+            model.warm(sorted(set.intersection(*used[4:12])))
+        session.step_all([token])
+        used += chosen(session, 1)
+    hot, later = set.intersection(*used[4:12]), used[12] - set().union(*used[:12])
+    order = model.resident()
+    assert max(map(order.index, hot)) < min(map(order.index, later))
 
 
 def test_warm_ignores_what_the_model_does_not_have(directory):

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from colibri._core import ffi, lib
 
-from colibri.container import Container
+from colibri.container import Container, format_of
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model, _core_config
 from colibri.scratch import Scratch
@@ -376,6 +376,21 @@ def test_impossible_steps(session, ids):
     assert state(session) == before
 
 
+def test_the_core_checks_where_a_tensor_lies(demo_container):
+    """Up to the last byte of its shard, whatever read the header before."""
+    model = Model.open(demo_container, load=False)
+    ref = demo_container.matrix("model.norm.weight")
+    size = demo_container.shards[ref.shard].size
+    last = size - format_of(ref).nbytes(ref.rows, ref.cols)
+    error = ffi.new("clb_error *")
+    for offset, code in (
+        (last, lib.CLB_OK), (last + 1, lib.CLB_INVALID), (size + 1, lib.CLB_INVALID),
+        (-1, lib.CLB_INVALID), ((1 << 63) - 1, lib.CLB_INVALID),
+    ):  # fmt: skip
+        tensor = ffi.new("clb_tensor *", ref._asdict() | {"offset": offset})
+        assert lib.clb_model_set(model.handle, -1, lib.CLB_NORM, tensor, error) == code
+
+
 def test_shared_experts_as_one_are_no_wider_than_others(demo_container):
     """A width that overflows once it is multiplied by a step's rows is refused."""
     config, _arrays = _core_config(demo_container, False)
@@ -483,6 +498,22 @@ def test_counters(session):
     most = len(PROMPT) * config.num_experts_per_tok * sparse
     assert 0 < counters["expert_uses"] <= most
     assert counters["expert_bytes"] > 0
+
+
+def test_work_is_counted_by_what_was_asked_for(demo_model):
+    """A pass of one row, of several, an absorb and a draft each add to their own counters."""
+    session = Session(demo_model, CONTEXT, ROWS)
+    state = np.empty(demo_model.config.hidden_size, np.float32)
+    for name, ask in (
+        ("plain", lambda: session.step_all([7])),
+        ("verify", lambda: session.step_all([8, 9])),
+        ("absorb", lambda: session.mtp_absorb(session.last_hidden, [5], state)),
+        ("draft", lambda: session.mtp_draft(6, 1, state)),
+    ):
+        before = session.work()
+        ask()
+        after = session.work()
+        assert [key for key in after if after[key] != before[key]] == [name]
 
 
 def test_logits_wanted(session):
