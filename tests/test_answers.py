@@ -85,7 +85,7 @@ def test_defaults_come_from_the_model(command):
     ("arguments", "reason", "words"),
     [
         (("-n", "3"), "length", "stopped at the limit of 3 tokens"),
-        (("-n", "1"), "length", "answer 1 token ("),
+        (("-n", "1"), "length", "answer 1 token, first after"),
         (("-n", "1"), "length", "stopped at the limit of 1 token\n"),
         (("--ctx", "20"), "context", "the context of 20 tokens is full"),
         (("--ctx", "20", "-n", "1000"), "context", "the context of 20 tokens is full"),
