@@ -38,6 +38,7 @@ _PIECE = 1 << 20
 _LEAST = 2 << 20  # bytes a thread reads at least
 _PATIENCE = 60  # seconds until a thread that never comes is an error
 _BARRIER_BYTES = 8 << 20  # a thread reads between two barriers: so much that these cost little
+_BESIDE_BYTES = 128 << 20  # multiplied while the disk is read: more than a cache holds
 _FILE_BYTES = 256 << 20  # written to measure a directory's disk before there is a model
 
 
@@ -245,9 +246,8 @@ def _measure(disk: Disk, size: int, threads: int) -> DiskSpeed:
 
 
 def _beside(disk: Disk, way: DiskWay, alone: float, size: int, threads: int) -> Beside:
-    """The disk by one way and products from registers, alone and both at once."""
-    isa, over = available_isas()[-1], threading.Event()
-    free = machine.dot_peak(isa, threads, 0.15)
+    """The disk by one way and products of weights from memory, alone and both at once."""
+    isa, over = available_isas()[-1].encode(), threading.Event()
 
     def read() -> float:
         rates = []
@@ -255,10 +255,11 @@ def _beside(disk: Disk, way: DiskWay, alone: float, size: int, threads: int) -> 
             rates.append(disk.measure(way, size) or alone)
         return float(np.mean(rates))
 
+    free = _streamed(isa, "int4", threads, _BESIDE_BYTES, 0.2)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         try:
-            shared = machine.dot_peak(isa, threads, 0.3)
+            shared = _streamed(isa, "int4", threads, _BESIDE_BYTES, 0.4)
         finally:
             over.set()
         rate = reading.result()
