@@ -39,12 +39,17 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     """Read every *.safetensors header in `directory` (not below it); ContainerError if unsound, or
     if a conversion is still to put files there."""
     directory = Path(directory)
+    require_ended(directory)
+    return read_checkpoint(directory)
+
+
+def require_ended(directory: Path) -> None:
+    """ContainerError while a conversion into `directory` is to go on."""
     if (directory / WORK).exists():
         raise ContainerError(
-            f"{directory}: a conversion into it has not ended; run the same "
-            "colibri convert again: what is done is kept"
+            f"{directory}: a conversion into it has not ended; run the same colibri convert again: "
+            "what is done is kept"
         )
-    return read_checkpoint(directory)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -13,12 +13,12 @@ from typing import Any
 from colibri import generation
 from colibri.amounts import file_size, plural
 from colibri.chat import Template
-from colibri.checkpoint import INDEX
+from colibri.checkpoint import INDEX, require_ended
 from colibri.checksum import crc32
 from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.convert.checks import dead_half, zero_half_warning
-from colibri.convert.manifest import RECORD, WORK, read_record
+from colibri.convert.manifest import RECORD, read_record
 from colibri.convert.planner import open_contents
 from colibri.convert.sides import EXPECTED
 from colibri.errors import ColibriError, ConfigError, ContainerError
@@ -71,11 +71,10 @@ def verify(
     when they were written, others are only read.
     """
     verdict = Verdict(Path(directory))
-    if (verdict.directory / WORK).exists():
-        verdict.faults.append(
-            f"{verdict.directory}: a conversion into it has not ended; run the same "
-            "colibri convert again: what is done is kept"
-        )
+    try:
+        require_ended(verdict.directory)
+    except ContainerError as why:
+        verdict.faults.append(str(why))
     shards = _read_shards(verdict)
     _check_index(verdict, shards)
     _check_sides(verdict)
