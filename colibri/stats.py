@@ -3,6 +3,7 @@
 import resource
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,6 +89,11 @@ class Receipt:
             "drafts_accepted": self.drafts[1],
         }
         return plain
+
+
+def missed(counters: Mapping[str, int]) -> int:
+    """Expert uses that found none in memory: read when asked for, or ahead of that."""
+    return counters["expert_loads"] + counters["pilot_useful"]
 
 
 def peak_bytes() -> int:

@@ -1,7 +1,7 @@
 """The quiet line after each turn of a chat: its receipt in a few words."""
 
 from colibri.amounts import elapsed, rate
-from colibri.stats import CONTEXT, INTERRUPTED, LENGTH, Receipt
+from colibri.stats import CONTEXT, INTERRUPTED, LENGTH, Receipt, missed
 
 _ENDS = {
     INTERRUPTED: "interrupted, /more goes on",
@@ -47,6 +47,5 @@ def hit_rate(receipt: Receipt) -> float | None:
     uses = counters["expert_uses"]
     if not receipt.slots_per_layer or not uses:
         return None
-    # Read ahead is not found in memory. A cancelled step's reads count, its uses do not.
-    missed = counters["expert_loads"] + counters["pilot_useful"]
-    return 1 - min(missed, uses) / uses
+    # A cancelled step's reads count, its uses do not.
+    return 1 - min(missed(counters), uses) / uses

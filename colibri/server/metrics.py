@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from colibri.stats import missed
+
 if TYPE_CHECKING:
     from colibri.server.scheduler import Outcome
 
@@ -79,7 +81,7 @@ class Metrics:
             self._seconds.labels(segment.name).inc(max(segment.seconds, 0.0))
         for counters in (receipt.prompt_counters, receipt.answer_counters):
             self._experts.labels("used").inc(counters["expert_uses"])
-            self._experts.labels("missed").inc(counters["expert_loads"] + counters["pilot_useful"])
+            self._experts.labels("missed").inc(missed(counters))
             self._read.inc(counters["read_bytes"])
         if receipt.first_token_seconds is not None:
             self._first.observe(receipt.first_token_seconds)

@@ -17,7 +17,7 @@ from colibri.engine import Engine
 from colibri.server.metrics import Metrics
 from colibri.server.scheduler import Job, Outcome
 from colibri.session import Session
-from colibri.stats import line
+from colibri.stats import line, missed
 
 LOOKED_FOR = 5.0  # seconds a look keeps the collecting alive
 EVERY = 0.25  # seconds between two states
@@ -188,7 +188,7 @@ def _ledger(ledger: dict[str, Any]) -> dict[str, Any]:
 def _experts(counters: dict[str, int]) -> dict[str, float]:
     return {
         "used": counters["expert_uses"],
-        "missed": counters["expert_loads"] + counters["pilot_useful"],
+        "missed": missed(counters),
         "used_bytes": counters["expert_bytes"],
         "read_bytes": counters["read_bytes"],
         "wait_seconds": counters["read_wait_ns"] / 1e9,
