@@ -92,7 +92,7 @@ class Engine:
         self.sampling, self.recommended = generation.sampling(settings, container.directory)
         self.load_seconds = 0.0
         self.plan: Plan | None = None
-        self._lacking = ""  # what --ram allows and the machine has not, in words
+        self._free = available()  # before anything is loaded
         self._shape(size, rows)
         self.conversations = 1  # slots the plan has room for
         self.tokenizer.require_rows(container.config.vocab_size, container.directory)
@@ -108,7 +108,7 @@ class Engine:
         begun = perf_counter()
         container = Container.open(model_directory(settings), directories(settings.mirror))
         mtp = settings.mtp and container.has_mtp and settings.draft != 0
-        memory, free = budget(settings.ram), available()
+        memory = budget(settings.ram)
         size = context.choose(container, mtp, settings.context, memory)
         model = Model.open(
             container,
@@ -127,12 +127,6 @@ class Engine:
         model.load(progress and (lambda done, total: progress("loading layer", done, total)))
         state = State(settings.state, lambda text: None)  # what is not kept is measured again
         engine.plan = engine._divide(memory, lambda: choose(container, state))
-        if engine.plan.footprint > free.available:
-            engine._lacking = (
-                f"--ram allows {memory_size(engine.plan.footprint)} and only "
-                f"{memory_size(free.available)} are free ({free.source}): the system may end "
-                "this process; lower --ram"
-            )
         pilot = "router" if engine.plan.pilot else "off"
         model.set_residency(engine.plan.io, engine.plan.slots_per_layer, pilot)
         engine.load_seconds = perf_counter() - begun
@@ -189,8 +183,12 @@ class Engine:
         """What differs from what a user may think: of container, plan, settings without effect."""
         settings, template, plan = self.settings, self.template, self.plan
         notes = [*self.container.notes, *(plan.notes if plan else ())]
-        if self._lacking:
-            notes.append(self._lacking)
+        if plan and plan.footprint > self._free.available:
+            notes.append(
+                f"with this --ram {memory_size(plan.footprint)} are held and only "
+                f"{memory_size(self._free.available)} are free ({self._free.source}): the system "
+                "may end this process; lower --ram"
+            )
         if plan and plan.io.startswith("mmap") and settings.spec and "spec" in settings.given:
             notes.append("--spec has no effect: all experts are left to the page cache")
         if settings.thinking is not None and not template.has_thinking_switch:
@@ -269,11 +267,11 @@ class Engine:
             most = self.container.config.max_position_embeddings
             size = f"{nbytes} bytes, at least {count} tokens," if nbytes else f"{count} tokens"
             fault = f"the prompt has {size} and the context holds {self.context}, answer included"
-            if self.context < most and self._short_of_memory:
+            if self.context == most:
+                raise ContextFull(fault, "This model has no larger one", "; shorten the prompt")
+            if self._short_of_memory:
                 raise ContextFull(fault, "There is memory for no more; free some or raise --ram")
-            if self.context < most:
-                raise ContextFull(fault, f"--ctx raises it, to {most} at most")
-            raise ContextFull(fault, "This model has no larger one", "; shorten the prompt")
+            raise ContextFull(fault, f"--ctx raises it, to {most} at most")
 
     def speculation(
         self, slot: Slot, sampling: SamplingParams
