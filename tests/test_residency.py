@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -423,23 +424,26 @@ def test_warm_ignores_what_the_model_does_not_have(directory):
     assert model.resident() == [(2, 3)]
 
 
+def before_the_cut(directory: Path, copy: Path) -> tuple[Model, bytes, Path, bytes]:
+    """A copied model, what it makes of PROMPT, and a shard of its experts with its bytes."""
+    shutil.copytree(directory, copy)
+    model = Model.open(Container.open(copy), mtp=False)
+    expected = Session(model, 64, 8).prefill(PROMPT).tobytes()
+    experts = next(s.path for s in model.container.shards if "experts" in s.path.name)
+    return model, expected, experts, experts.read_bytes()
+
+
 def test_cut_file_is_an_error_and_nothing_is_lost(directory, tmp_path):
     """A shard cut under a running engine raises CoreError naming it; once whole, it goes on."""
-    copy = tmp_path / "model"
-    shutil.copytree(directory, copy)
-    container = Container.open(copy)
-    model = Model.open(container, mtp=False)
-    expected = Session(model, 64, 8).prefill(PROMPT).tobytes()
-    experts = next(s for s in container.shards if "experts" in s.path.name)
-    whole = experts.path.read_bytes()
+    model, expected, experts, whole = before_the_cut(directory, tmp_path / "model")
     model.set_residency("direct", 3)
     session = Session(model, 64, 8)
     session.step_all(PROMPT[:8])
-    os.truncate(experts.path, 8192)
-    with pytest.raises(CoreError, match=rf"{experts.path.name} ends at byte .* early"):
+    os.truncate(experts, 8192)
+    with pytest.raises(CoreError, match=rf"{experts.name} ends at byte .* early"):
         session.prefill(PROMPT[8:])
     assert session.tokens == PROMPT[: session.length]
-    with experts.path.open("r+b") as file:
+    with experts.open("r+b") as file:
         file.write(whole)
     rest = PROMPT[session.length :]
     assert session.prefill(rest).tobytes() == expected
@@ -447,18 +451,12 @@ def test_cut_file_is_an_error_and_nothing_is_lost(directory, tmp_path):
 
 def test_a_warm_start_from_a_cut_file_leaves_nothing_behind(directory, tmp_path):
     """Slots whose reads failed are read again, or hold other experts, once the file is whole."""
-    copy = tmp_path / "model"
-    shutil.copytree(directory, copy)
-    container = Container.open(copy)
-    model = Model.open(container, mtp=False)
-    expected = Session(model, 64, 8).prefill(PROMPT).tobytes()
-    experts = next(s for s in container.shards if "experts" in s.path.name)
-    whole = experts.path.read_bytes()
+    model, expected, experts, whole = before_the_cut(directory, tmp_path / "model")
     model.set_residency("direct", 2)
-    os.truncate(experts.path, 8192)
+    os.truncate(experts, 8192)
     model.warm([(layer, 0) for layer, sparse in enumerate(model.container.sparse[:-1]) if sparse])
     assert model.resident() == []
-    experts.path.write_bytes(whole)
+    experts.write_bytes(whole)
     assert Session(model, 64, 8).prefill(PROMPT).tobytes() == expected
 
 
