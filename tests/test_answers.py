@@ -152,6 +152,17 @@ def test_markup_in_a_prompt_is_text(command, demo_tokenizer):
     assert more == len(demo_tokenizer.encode(marked)) - len(demo_tokenizer.encode("Hi")) > 2
 
 
+def test_nothing_but_reasoning(command, demo_path, tmp_path):
+    """Where the limit comes before any answer, stdout is empty and stderr says why."""
+    model = Path(shutil.copytree(demo_path, tmp_path / "model"))
+    thinking = "<|user|>{{ messages[0].content }}<|assistant|><think>Once upon"
+    (model / "chat_template.jinja").write_text(thinking)
+    done = command("run", str(model), *RUN, "-n", "5")
+    assert done.out == "" and "all of the answer is reasoning" in done.err
+    assert "at the limit of 5 tokens, still reasoning" in done.err
+    assert "is reasoning" not in command("run", *RUN, "-n", "5").err
+
+
 def test_raw(command):
     """--raw continues text after the prefix alone, which is never doubled."""
     run = ("--raw", "--temp", "0", "-n", "5", "-p")

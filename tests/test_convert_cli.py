@@ -68,6 +68,10 @@ def test_dry_run(command, source, tmp_path, monkeypatch):
     monkeypatch.setattr("colibri.convert.plan.free_bytes", lambda _: 1000)
     done = command("convert", str(source), str(tmp_path / "b"), "--dry-run")
     assert done.status == Exit.USAGE and "in all" in done.out and "short; free some" in done.err
+    assert "--delete-source" in done.err
+    done = command("repack", str(target), str(tmp_path / "c"), "--to", "public")
+    assert done.status == Exit.USAGE and "short; free some" in done.err
+    assert "--delete-source" not in done.err  # which it has not
 
 
 def test_larger_than_the_source(command, source, tmp_path):

@@ -86,7 +86,7 @@ def test_better_text_scores_better(demo_model, demo_tokenizer):
 @pytest.mark.parametrize("window", [0, 199, 10_000])
 def test_windows_that_do_not_fit(demo_model, demo_tokenizer, window):
     """A window that the session cannot hold with its prefix is refused."""
-    with pytest.raises(UsageError, match="does not fit a context of 200"):
+    with pytest.raises(UsageError, match="does not fit a context of 200: at most 198 do"):
         score(demo_model, demo_tokenizer, window)
 
 
