@@ -52,8 +52,8 @@ _FORMATS = {"experts": "int4-g64", "dense": "int8"}  # that --shape assumes
 def command(model: str | None, as_json: bool, **values: Any) -> int:
     """Tell what speed to expect, and what limits it.
 
-    From the model's headers, the memory it may use and two seconds of measuring this machine. MODEL
-    as for `colibri run`; with --shape before anything is downloaded. Nothing is loaded.
+    From the model's headers, the memory it may use and a few seconds of measuring this machine.
+    MODEL as for `colibri run`; with --shape before anything is downloaded. Nothing is loaded.
     """
     empty = next((name for name in ("shape", "disk") if values[name] == ""), None)
     if empty:

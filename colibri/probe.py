@@ -1,6 +1,6 @@
 """A short look at this machine: how fast it reads memory and disk, and how fast it multiplies.
 
-Two or three seconds, for a forecast; `colibri bench` is for figures that are to be quoted.
+Some four seconds, for a forecast; `colibri bench` is for figures that are to be quoted.
 """
 
 import os
