@@ -270,7 +270,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_the_same_with_any_drafting(demo_model, prompt, way):
-    """Law 1 on the demo model: greedy and coupled text is equal for every drafter and depth."""
+    """On the demo model greedy and coupled text is equal for every drafter and depth."""
     params, mode = WAYS[way]
     expected, _ = decode(demo_model, prompt, None, None, params, mode)
     assert len(expected) > 30

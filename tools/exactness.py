@@ -1,4 +1,4 @@
-"""Law 1 at length: the text is byte-identical whatever drafts it, and however deep.
+"""Exactness at length: the text is byte-identical whatever drafts it, and however deep.
 
 usage: exactness.py [MODEL_DIR] [--prompts 100] [--tokens 256] [--threads N]
 Greedy, and coupled sampling at T = 0.7 and 1.0; MTP at DRAFT 0, 1, 2, 3, 5 and unset; the n-gram
