@@ -32,7 +32,7 @@ def serve(settings: Settings) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"{error.name} is missing, which the server needs: pip install 'colibri-moe[serve]'"
+            f"the server needs {error.name}: in colibri's clone, pip install '.[serve]'"
         ) from None
     terminal = Terminal.of(settings.screen, settings.quiet)
     require_key(settings)

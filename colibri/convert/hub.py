@@ -162,7 +162,7 @@ def _library() -> Any:
         from huggingface_hub.utils import disable_progress_bars, logging
     except ImportError as why:
         raise UsageError(
-            "hf:// sources need huggingface_hub: pip install 'colibri-moe[hub]'"
+            "hf:// sources need huggingface_hub: in colibri's clone, pip install '.[hub]'"
         ) from why
     disable_progress_bars()
     logging.set_verbosity_error()
