@@ -65,7 +65,9 @@ _COUNT = click.IntRange(min=1)
 
 @click.command("bench", cls=Command)
 @click.argument("model", required=False)
-@click.option("--only", type=Items(click.Choice(SECTION_WORDS)), help="What to measure.")
+@click.option(
+    "--only", type=Items(click.Choice(SECTION_WORDS)), help="What to measure. [default: all]"
+)
 @click.option("--threads", type=Items(_COUNT), help="[default: 1 and every core]")
 @click.option("--repeat", type=_COUNT, metavar="N", help="Rounds. [default: 5]")
 @click.option(
@@ -116,9 +118,8 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--busy", is_flag=True, help="Also decode beside a process that spins on one core.")
 @click.option("--isa", type=click.Choice(BY_NAME["isa"].kind.words), help="[default: the best]")
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=1, help="Of the random ids."
-)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=1,
+              help="Of the random ids. [default: 1]")  # fmt: skip
 @click.option("--quick", is_flag=True, help="A look in a minute; no figures for a table.")
 @click.option(
     "--trace",

@@ -200,8 +200,8 @@ KNOBS = (
          "what is free, cgroup limits included", MACHINE, also=("RAM_GB",)),
     Knob("io", "--io", Choice(("auto", "mmap", "buffered", "direct")),
          "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
-         "last used within --ram; auto takes what fits, by the way that is fastest on this disk, "
-         "measured once. The text does not depend on it.",
+         "most used of late within --ram; auto is mmap for a small model, else what is fastest on "
+         "this disk, measured once. The text does not depend on it.",
          "auto", MACHINE),
     Knob("mirror", "--mirror", Text(metavar="DIRS"),
          "Directories, with : between them, that hold copies of expert files on other drives: the "
