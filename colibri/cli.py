@@ -254,7 +254,7 @@ def serve(model: str | None, **values: Any) -> int:
 
     MODEL as for `colibri run`. What a request leaves out is as the flags say; docs/api.md says
     what a request may hold. Every answer's receipt is a line on stderr, without what was said.
-    Ctrl-C ends it, a second one at once. In the clone, pip install '.[serve]' adds what it needs.
+    Ctrl-C ends it, a second one at once. Needs pip install '.[serve]', in the clone.
     """
     settings = settings_of(values, model)
     from colibri.serve_cli import serve

@@ -199,9 +199,9 @@ KNOBS = (
          "them. (The page cache of --io mmap is not limited.)",
          "what is free, cgroup limits included", MACHINE, also=("RAM_GB",)),
     Knob("io", "--io", Choice(("auto", "mmap", "buffered", "direct")),
-         "How experts are read: mmap leaves them to the page cache; buffered and direct keep those "
-         "most used of late within --ram; auto is mmap for a small model, else what is fastest on "
-         "this disk, measured once. The text does not depend on it.",
+         "How experts are read: mmap leaves them to the page cache; buffered and direct keep the "
+         "most used within --ram; auto is mmap for a small model, else the fastest on this disk, "
+         "measured once. The text does not depend on it.",
          "auto", MACHINE),
     Knob("mirror", "--mirror", Text(metavar="DIRS"),
          "Directories, with : between them, that hold copies of expert files on other drives: the "
