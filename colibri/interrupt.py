@@ -3,7 +3,7 @@
 A signal handler written in Python cannot run while the core computes, but the interpreter's own
 handler writes each signal's number to a pipe at once. The core watches that pipe between layers,
 and before it waits for experts.
-SIGHUP and SIGTERM end a chat as Ctrl-C ends a turn: what was said is kept.
+SIGHUP and SIGTERM end a chat, or a run, as Ctrl-C ends a turn: what was said is kept.
 """
 
 import os

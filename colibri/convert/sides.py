@@ -1,4 +1,4 @@
-"""The files beside the weights: configuration, tokenizer, template; copied, or missed aloud."""
+"""The files beside the weights: configuration, tokenizer, template; copied, or told as missing."""
 
 from __future__ import annotations
 
