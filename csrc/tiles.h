@@ -56,19 +56,32 @@ CLB_INLINE packed load_bytes(const uint8_t *p) {
     return (packed){half_load(p), half_load(p + 32)};
 }
 
+/* Signed bytes as byte_sums takes them, which adds what is too much, byte_excess, to byte_start. */
+CLB_INLINE packed as_factors(packed w) {
+    return (packed){byte_factor(w.low), byte_factor(w.high)};
+}
+
 CLB_INLINE packed load_block(int32_t format, const uint8_t *p) {
     if (format == CLB_INT4)
         return nibbles(p);
     if (format == CLB_INT8)
-        return load_bytes(p);
-    return format == CLB_INT3 ? int3_bytes(p) : int2_bytes(p);
+        return as_factors(load_bytes(p));
+    return as_factors(format == CLB_INT3 ? int3_bytes(p) : int2_bytes(p));
+}
+
+CLB_INLINE sums half_start(const int8_t *q) {
+    return byte_start(byte_excess(q, sums_zero()));
+}
+
+CLB_INLINE sums block_start(const int8_t *q) {
+    return byte_start(byte_excess(q + 32, byte_excess(q, sums_zero())));
 }
 
 /* Eight exact sums of eight products, as floats; nibbles count as 0..15. */
-CLB_INLINE eight block_sums(int32_t format, packed w, const int8_t *q) {
+CLB_INLINE eight block_sums(int32_t format, packed w, const int8_t *q, sums start) {
     if (format == CLB_INT4)
         return sums_float(nibble_sums(w, q));
-    return sums_float(byte_sums(w.high, q + 32, byte_sums(w.low, q, sums_zero())));
+    return sums_float(byte_sums(w.high, q + 32, byte_sums(w.low, q, start)));
 }
 
 CLB_INLINE void clear(eight *acc, int count) {
@@ -224,7 +237,11 @@ CLB_INLINE void block_steps(const rows_at *x, const uint8_t *bytes, int64_t next
                             int64_t k, eight *acc) {
     const int8_t *q = x->q + b * CLB_BLOCK;
     const float *one = x->scale + b;
+    sums start[SIDE]; /* [row] */
     for (int64_t end = k + n; k < end; k++, one++) {
+        CLB_UNROLL
+        for (int j = 0; j < rows; j++)
+            start[j] = format == CLB_INT4 ? sums_zero() : block_start(q + j * x->row_q);
         CLB_UNROLL
         for (int i = 0; i < outputs; i++) {
             packed w = load_block(format, bytes + i * next);
@@ -232,7 +249,7 @@ CLB_INLINE void block_steps(const rows_at *x, const uint8_t *bytes, int64_t next
                 fetch_ahead(bytes + i * next);
             CLB_UNROLL
             for (int j = 0; j < rows; j++)
-                acc[i * rows + j] = eight_fma(block_sums(format, w, q + j * x->row_q),
+                acc[i * rows + j] = eight_fma(block_sums(format, w, q + j * x->row_q, start[j]),
                                               scale_at(scale, i, j, k, one + j * x->padded),
                                               acc[i * rows + j]);
         }
@@ -390,17 +407,18 @@ CLB_INLINE void spread_step(const tile *t, const run *at, int64_t b, int64_t k, 
         const float *group = at->group[i] + t->map->base[k];
         const int32_t *lane = t->map->lane[k];
         if (format == CLB_INT4)
-            w = (packed){less_eight(w.low), less_eight(w.high)};
+            w = as_factors((packed){less_eight(w.low), less_eight(w.high)});
         CLB_UNROLL
         for (int j = 0; j < rows; j++) {
             const int8_t *q = t->x->q + ((t->r + j) * t->x->blocks + b + k) * CLB_BLOCK;
             const float *x = t->x->scale + (t->r + j) * t->x->padded + b + k;
             eight *to = acc + i * rows + j;
-            sums low = byte_sums(w.low, q, sums_zero());
             if (format == CLB_INT4) {
+                sums low = byte_sums(w.low, q, block_start(q));
                 *to = add_spread(byte_sums(w.high, q + 32, low), group, lane, x, *to);
             } else {
-                sums high = byte_sums(w.high, q + 32, sums_zero());
+                sums low = byte_sums(w.low, q, half_start(q));
+                sums high = byte_sums(w.high, q + 32, half_start(q + 32));
                 *to = add_spread(low, group, lane, x, *to);
                 *to = add_spread(high, group, lane + CLB_EIGHT, x, *to);
             }

@@ -138,15 +138,46 @@ static inline sums nibble_sums(packed w, const int8_t *q) {
 #endif
 }
 
-/* more + eight sums of four products of signed bytes: |w| times q with w's sign. */
-static inline sums byte_sums(half w, const int8_t *q, sums more) {
-    __m256i signed_q = _mm256_sign_epi8(half_load((const uint8_t *)q), w);
-#ifdef CLB_DPBUSD
-    return CLB_DPBUSD(more, _mm256_abs_epi8(w), signed_q);
-#else /* two products of at most 128 * 127 fit 16 bits */
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
-    return _mm256_add_epi32(more, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#endif
+#ifdef CLB_DPBUSD /* VNNI multiplies unsigned by signed bytes: w + 128, and 128 q taken off */
+
+static inline half byte_factor(half w) {
+    return _mm256_xor_si256(w, _mm256_set1_epi8(-128));
 }
+
+static inline sums byte_excess(const int8_t *q, sums more) {
+    return CLB_DPBUSD(more, _mm256_set1_epi8(-128), half_load((const uint8_t *)q));
+}
+
+static inline sums byte_start(sums excess) {
+    return _mm256_sub_epi32(sums_zero(), excess);
+}
+
+/* start + eight sums of four products */
+static inline sums byte_sums(half factor, const int8_t *q, sums start) {
+    return CLB_DPBUSD(start, factor, half_load((const uint8_t *)q));
+}
+
+#else /* |w| times q with w's sign: two products of at most 128 * 127 fit 16 bits */
+
+static inline half byte_factor(half w) {
+    return w;
+}
+
+static inline sums byte_excess(const int8_t *q, sums more) {
+    (void)q;
+    return more;
+}
+
+static inline sums byte_start(sums excess) {
+    return excess;
+}
+
+static inline sums byte_sums(half w, const int8_t *q, sums start) {
+    half signed_q = _mm256_sign_epi8(half_load((const uint8_t *)q), w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
+    return _mm256_add_epi32(start, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+#endif
 
 #endif

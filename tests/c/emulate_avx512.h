@@ -384,15 +384,15 @@ static inline __m256i _mm256_srli_epi16(__m256i a, int n) {
     return a;
 }
 
-static inline __m256i _mm256_abs_epi8(__m256i a) {
-    EACH(32) a.b[i] = (uint8_t)((int8_t)a.b[i] < 0 ? -(int8_t)a.b[i] : (int8_t)a.b[i]);
+static inline __m256i _mm256_xor_si256(__m256i a, __m256i b) {
+    EACH(32) a.b[i] ^= b.b[i];
     return a;
 }
 
-static inline __m256i _mm256_sign_epi8(__m256i a, __m256i by) {
-    EACH(32) {
-        int sign = ((int8_t)by.b[i] > 0) - ((int8_t)by.b[i] < 0);
-        a.b[i] = (uint8_t)((int8_t)a.b[i] * sign);
+static inline __m256i _mm256_sub_epi32(__m256i a, __m256i b) {
+    EACH(8) {
+        int32_t v = emulated_int32(a.b, i) - emulated_int32(b.b, i);
+        memcpy(a.b + 4 * i, &v, 4);
     }
     return a;
 }
