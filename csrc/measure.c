@@ -90,7 +90,7 @@ static uint8_t *map_memory(int64_t bytes) {
     void *memory = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                         -1, 0);
     if (memory == MAP_FAILED) return NULL;
-    madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+    clb_ask_huge_pages(memory, bytes);
     return memory;
 }
 
@@ -356,7 +356,7 @@ int32_t clb_measure_cached(const char *path, int64_t *bytes, clb_error *error) {
         int64_t n = size - at < CACHED_STEP ? size - at : CACHED_STEP;
         int64_t pages = (n + page - 1) / page;
         void *map = mmap(NULL, (size_t)n, PROT_READ, MAP_SHARED, fd, at);
-        if (map == MAP_FAILED || mincore(map, (size_t)n, seen))
+        if (map == MAP_FAILED || mincore(map, (size_t)n, (void *)seen))
             code = clb_fail(error, CLB_IO, "cannot look at the cached pages of %s", path);
         for (int64_t i = 0; !code && i < pages; i++) *bytes += (seen[i] & 1) * page;
         if (map != MAP_FAILED) munmap(map, (size_t)n);

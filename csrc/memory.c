@@ -28,7 +28,7 @@ void *clb_paged(int64_t bytes) {
     void *memory;
     int64_t whole = bytes / CLB_HUGE_PAGE * CLB_HUGE_PAGE; /* the rest in small pages: no waste */
     if (posix_memalign(&memory, whole ? CLB_HUGE_PAGE : CLB_PAGE, (size_t)bytes)) return NULL;
-    if (whole) madvise(memory, (size_t)whole, MADV_HUGEPAGE);
+    if (whole) clb_ask_huge_pages(memory, whole);
     return memory;
 }
 

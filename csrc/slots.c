@@ -69,7 +69,7 @@ int32_t clb_slots_open(clb_slots *p, int64_t slot_bytes, int64_t count, int64_t 
     if (!p->memory || !p->slots || !p->heap)
         return clb_fail(error, CLB_NO_MEMORY, "out of memory for %lld expert slots of %lld bytes",
                         (long long)count, (long long)slot_bytes);
-    madvise(memory, (size_t)p->mapped, MADV_HUGEPAGE);
+    clb_ask_huge_pages(memory, p->mapped);
     for (int64_t i = 0; i < count + spare; i++)
         p->slots[i] = (clb_slot){
             .layer = CLB_NONE, .expert = CLB_NONE, .place = CLB_NONE, .pins = i >= count};

@@ -3,6 +3,7 @@
 #define CLB_SYSTEM_H
 #include <fcntl.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #ifndef O_DIRECT
@@ -13,6 +14,15 @@ enum {
     CLB_PAGE = 4096, /* O_DIRECT's unit, in file and memory */
     CLB_HUGE_PAGE = 2 << 20,
 };
+
+/* Huge pages for [memory, memory + bytes), where the system has them to give. */
+static inline void clb_ask_huge_pages(void *memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
 
 static inline int64_t clb_now_ns(void) {
     struct timespec t;
