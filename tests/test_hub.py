@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -55,13 +56,15 @@ def tree(directory: Path) -> dict[str, bytes]:
     }
 
 
-def start(hub: fakehub.Hub, target: Path, home: Path, *more: str) -> subprocess.Popen[str]:
-    """The command, in a process of its own: huggingface_hub reads its environment once."""
-    code = "import sys; from colibri.convert import hub; hub._PAUSE = 0.01; \
-from colibri.cli import main; sys.exit(main(sys.argv[1:]))"
+def start(hub: fakehub.Hub, home: Path, *runs: tuple[Path, ...]) -> subprocess.Popen[str]:
+    """Conversions into a target, with flags: one after the other, in a process of their own, since
+    huggingface_hub reads its environment once. Its status is the last one's."""
+    code = "import json, sys; from colibri.convert import hub; hub._PAUSE = 0.001; \
+from colibri.cli import main; sys.exit([main(run) for run in json.loads(sys.argv[1])][-1])"
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
-    command = [sys.executable, "-c", code, "convert", ADDRESS, str(target), "--threads", "1", *more]
+    commands = [["convert", ADDRESS, *map(str, run), "--threads", "1"] for run in runs]
+    command = [sys.executable, "-c", code, json.dumps(commands)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -105,7 +108,7 @@ def test_through_every_trouble(source, wanted, tmp_path):
 
     hub, target = fakehub.Hub(source, trouble), tmp_path / "out"
     watch = Watch(target)
-    process = start(hub, target, tmp_path / "home")
+    process = start(hub, tmp_path / "home", (target,))
     _, errors = process.communicate(timeout=120)
     most = watch.end()
     hub.close()
@@ -121,7 +124,7 @@ def test_killed_and_continued(source, wanted, tmp_path):
     recorded is not fetched again, and the container is the same."""
     hub, target = fakehub.Hub(source), tmp_path / "out"
     name = "model-{:05}-of-00006.safetensors".format
-    process = start(hub, target, tmp_path / "home")
+    process = start(hub, tmp_path / "home", (target,))
 
     def stop(method: str, file: str, count: int) -> str:
         if (method, file, count) == ("GET", name(4), 2):
@@ -134,7 +137,7 @@ def test_killed_and_continued(source, wanted, tmp_path):
     assert process.returncode == -signal.SIGKILL
     hub.trouble = lambda *_: ""
     asked = dict(hub.asked)
-    process = start(hub, target, tmp_path / "home")
+    process = start(hub, tmp_path / "home", (target,))
     _, errors = process.communicate(timeout=60)
     hub.close()
     assert process.returncode == 0, errors
@@ -148,7 +151,7 @@ def test_what_does_not_pass(source, tmp_path):
     name = "model-{:05}-of-00006.safetensors".format
     hub, target = fakehub.Hub(source), tmp_path / "out"
     hub.trouble = lambda method, file, count: "damage" if file == name(3) and count > 1 else ""
-    process = start(hub, target, tmp_path / "home")
+    process = start(hub, tmp_path / "home", (target,))
     _, errors = process.communicate(timeout=60)
     hub.close()
     assert process.returncode == 1
@@ -162,14 +165,15 @@ def test_nothing_is_kept_where_nothing_was_done(source, tmp_path):
     done is kept, nor is a dry run, even where something was done."""
     hub, target = fakehub.Hub(source), tmp_path / "out"
     hub.trouble = lambda method, file, count: "damage" if "00001-" in file and count > 1 else ""
-    errors = [start(hub, target, tmp_path / "home").communicate(timeout=60)[1]]
+    errors = [start(hub, tmp_path / "home", (target,)).communicate(timeout=60)[1]]
     hub.trouble = lambda method, file, count: "damage" if "00003-" in file and count > 1 else ""
-    kept = start(hub, target, tmp_path / "home").communicate(timeout=60)[1]
+    kept = start(hub, tmp_path / "home", (target,)).communicate(timeout=60)[1]
     assert "what is done is kept" in kept
     hub.close()
-    again = [(tmp_path / "new", ()), (target, ("--dry-run",)), (target, ("--replace",))]
-    runs = [start(hub, place, tmp_path / "home", *more) for place, more in again]
-    errors += [process.communicate(timeout=60)[1] for process in runs]
+    again = (tmp_path / "new",), (target, "--dry-run"), (target, "--replace")
+    told = start(hub, tmp_path / "home", *again).communicate(timeout=60)[1]
+    errors += told.splitlines()
+    assert len(errors) == 1 + len(again)
     for text in errors:
         assert "could not be fetched: " in text and "run the same command again" in text
         assert "is kept" not in text
