@@ -206,14 +206,17 @@ class Field:
 
 
 def read(body: dict[str, Any], fields: Sequence[Field], prefix: str = "") -> dict[str, Any]:
-    """The fields that are given, checked; Refusal for any other, by name."""
+    """The fields that are given, checked; Refusal for any other, by name.
+
+    null leaves out a field that is not known, too: clients send back all that their answers have.
+    """
     known = {field.name: field for field in fields}
-    for name in body:
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
         if name not in known:
             shown = prefix + brief(name, quote=False)
             text = f"{shown} is not supported; leave it out."
             raise Refusal(text, shown, code="unsupported_parameter")
-    given = {name: value for name, value in body.items() if value is not None}
     for field in fields:
         if field.required and field.name not in given:
             raise Refusal(f"{prefix}{field.name} is missing.", prefix + field.name)

@@ -146,6 +146,8 @@ _CALL = Table(
                 (
                     Field("name", FunctionName(), "The function's name.", required=True),
                     Field("arguments", Text(), "Its arguments: a JSON object, as text."),
+                    # What OpenAI's own client adds to an answer that is then sent back.
+                    Field("parsed_arguments", Object(), "Accepted; arguments are what counts."),
                 )
             ),
             "What was called.",
