@@ -139,13 +139,15 @@ def test_prefix_is_reused(server):
 
 @pytest.mark.parametrize("stream_it", [False, True])
 def test_too_long(server, stream_it):
-    """A prompt beyond the context is refused with both numbers, before any 200."""
+    """Refused with both numbers, before any 200, in words by which frameworks know the reason."""
     messages = [{"role": "user", "content": "fox " * 1500}]
     count = len(server.engine.chat(messages).ids)
     answer = server.chat(messages=messages, stream=stream_it)
     assert answer.status == 400 and answer.error["code"] == "context_length_exceeded"
     numbers = f"prompt has {count} tokens and the context holds 1024"
     assert numbers in answer.error["message"] and count > 1500
+    for word in ("prompt is too long", "exceed context limit"):
+        assert word in answer.error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

@@ -9,6 +9,10 @@ from colibri.errors import ColibriError
 
 MESSAGES = "/v1/messages"  # Anthropic's API; all else is OpenAI's
 _OVERLOADED = 529
+FULL = "context_length_exceeded"
+# Words that make agents and frameworks shorten their history and go on: many see no code, and some
+# know "prompt is too long" (Anthropic's) and some "exceed context limit".
+_TOO_LONG = "prompt is too long: its tokens would exceed context limits; "
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,7 +36,8 @@ class Refusal(ColibriError):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
+        self.message = (_TOO_LONG if code == FULL else "") + message
+        self.param, self.status, self.code = param, status, code
         self.headers = headers or {}
 
     @property
@@ -60,9 +65,7 @@ class Refusal(ColibriError):
             return self.status, self.body()
         status = _OVERLOADED if self.status == 503 else self.status
         kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        # These words make agents shorten their history and go on.
-        long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        return status, {"type": "error", "error": {"type": kind, "message": long + self.message}}
+        return status, {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def encode(value: Any) -> bytes:

@@ -14,7 +14,7 @@ from colibri.sampling import SamplingParams
 from colibri.server import tools
 from colibri.server.asked import Asked, ChatAsked, CompletionAsked
 from colibri.server.metrics import Metrics
-from colibri.server.refusal import Refusal
+from colibri.server.refusal import FULL, Refusal
 from colibri.server.scheduler import Scheduler
 from colibri.server.tools import ToolParser
 from colibri.server.watch import Watch
@@ -173,4 +173,4 @@ class Service:
 
 
 def _full(error: ContextFull, param: str) -> Refusal:
-    return Refusal(str(error), param, code="context_length_exceeded")
+    return Refusal(str(error), param, code=FULL)
