@@ -383,6 +383,18 @@ def test_errors(server):
         (server.get(PATH, host="evil.example"), 403, "permission_error"),
     ):
         assert (answer.status, error(answer)["type"]) == (status, kind)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_threads_are_not_kept(server, streams):
+    """The tool runner of Anthropic's client asks for a thread, and does without one when told so
+    in the details of the error."""
+    answer = ask(server, thread={"type": "create"}, stream=streams)
+    refused = answer.json["error"]
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (
+        answer.status == 400 and refused["details"] == details and "thread is" in refused["message"]
+    )
     with closing(server.connect()) as sock:
         sock.sendall(f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
                      f"content-length: {10**12}\r\n\r\n".encode())  # fmt: skip

@@ -21,7 +21,7 @@ from colibri.server.fields import (
     brief,
     wrong,
 )  # fmt: skip
-from colibri.server.refusal import Refusal
+from colibri.server.refusal import NO_THREADS, Refusal
 from colibri.server.tables import SHARED, FunctionName
 
 
@@ -186,4 +186,5 @@ MESSAGES = (
     Field("stop_sequences", Stops(), "The answer ends before any of these."),
     Field("metadata", Table((Field("user_id", Text(), "As user elsewhere."),)), "Who asks."),
     Field("service_tier", Only(("auto", "standard_only")), "There is one."),
+    Field("thread", Only((), NO_THREADS), "Not supported: every request has all messages."),
 )

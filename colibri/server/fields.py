@@ -101,6 +101,7 @@ class Only:
     """A feature that is not there: nothing but the values that do not ask for it."""
 
     values: tuple[Any, ...]
+    code: str = "unsupported_parameter"
 
     def read(self, value: Any, where: str) -> Any:
         """One of the values."""
@@ -110,7 +111,7 @@ class Only:
                 f"{where} is {brief(value)}, which this server cannot do; "
                 f"{f'leave it out or send {allowed}' if self.values else 'leave it out'}.",
                 where,
-                code="unsupported_parameter",
+                code=self.code,
             )
         return value
 

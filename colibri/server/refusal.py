@@ -10,6 +10,7 @@ from colibri.errors import ColibriError
 MESSAGES = "/v1/messages"  # Anthropic's API; all else is OpenAI's
 _OVERLOADED = 529
 FULL = "context_length_exceeded"
+NO_THREADS = "thread_unsupported_request"  # Anthropic's clients then go on without a thread
 # Words that make agents and frameworks shorten their history and go on: many see no code, and some
 # know "prompt is too long" (Anthropic's) and some "exceed context limit".
 _TOO_LONG = "prompt is too long: its tokens would exceed context limits; "
@@ -65,7 +66,10 @@ class Refusal(ColibriError):
             return self.status, self.body()
         status = _OVERLOADED if self.status == 503 else self.status
         kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return status, {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == NO_THREADS:
+            error["details"] = {"error_code": self.code, "unsupported": [self.param]}
+        return status, {"type": "error", "error": error}
 
 
 def encode(value: Any) -> bytes:
