@@ -270,3 +270,16 @@ def test_errors_are_the_clients_own(client):
         messages = [{"role": "user", "content": "fox " * 20000}]
         client.chat.completions.create(model=MODEL, messages=messages, stream=True)
     assert caught.value.code == "context_length_exceeded" and "16384" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_form_that_is_not_kept(client, kind):
+    """A schema is no field to leave out: the type is what is refused, and what to do is said."""
+    import openai
+
+    form: Any = {"json_schema": {"name": "x", "schema": {}}, "type": kind}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=STORY, response_format=form)
+    assert caught.value.param == "response_format.type" and "tool call" in caught.value.message
+    words = f"'response_format' of type '{kind}' is not supported with this model"
+    assert words in caught.value.message

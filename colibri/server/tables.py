@@ -121,6 +121,30 @@ class RawPrompt:
         return {"anyOf": [{"type": "string"}, ids]}
 
 
+_FORMAT = Table((Field("type", Only(("text",)), "Text is the only one.", required=True),))
+
+
+@dataclass(frozen=True)
+class Format:
+    """The form of an answer: text, for nothing makes the model keep to another."""
+
+    def read(self, value: Any, where: str) -> dict[str, Any]:
+        """The form."""
+        kind = value.get("type", "text") if isinstance(value, dict) else "text"
+        if kind != "text":  # in OpenAI's words, by which LangChain says what to do instead
+            raise Refusal(
+                f"'{where}' of type '{brief(kind, quote=False)}' is not supported with this model: "
+                "nothing makes it keep to a form. Ask for a tool call, or for the form in words.",
+                f"{where}.type",
+                code="unsupported_parameter",
+            )
+        return _FORMAT.read(value, where)
+
+    def schema(self) -> dict[str, Any]:
+        """object."""
+        return _FORMAT.schema()
+
+
 _FUNCTION = Table(
     (
         Field("name", FunctionName(), "Its name.", required=True),
@@ -221,11 +245,7 @@ CHAT = (
     Field("reasoning_effort", Words(EFFORTS), "How much to reason; none: not at all."),
     Field("thinking", _THINKING, "Whether to reason, as Z.ai's API has it."),
     Field("chat_template_kwargs", _TEMPLATE, "Whether to reason, as other servers have it."),
-    Field(
-        "response_format",
-        Table((Field("type", Only(("text",)), "Text is the only one.", required=True),)),
-        "Not supported, but for text.",
-    ),
+    Field("response_format", Format(), "Not supported, but for text."),
     Field("store", Only((False,)), "Nothing is stored."),
     Field("service_tier", Only(("auto", "default")), "There is one."),
     Field("modalities", Only((["text"],)), "Text is the only one."),
