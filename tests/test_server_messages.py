@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -383,6 +384,20 @@ def test_errors(server):
         (server.get(PATH, host="evil.example"), 403, "permission_error"),
     ):
         assert (answer.status, error(answer)["type"]) == (status, kind)
+
+
+def test_models(server):
+    """The list is Anthropic's too: what its client shows of a model, and that there is no more."""
+    found = server.get("/v1/models").json
+    (model,) = found["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "glm", "glm")
+    assert (
+        datetime.fromisoformat(model["created_at"].replace("Z", "+00:00")).timestamp()
+        == model["created"]
+    )
+    assert model["max_input_tokens"] == model["context_length"] == server.engine.context
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("glm", "glm", False)
+    assert server.get("/v1/models/glm").json == model
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -7,6 +7,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.applications import Starlette
@@ -91,7 +92,9 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        return _json({"object": "list", "data": [self._model()]})
+        id = self.service.id
+        pages = {"first_id": id, "last_id": id, "has_more": False}  # Anthropic's
+        return _json({"object": "list", "data": [self._model()], **pages})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
@@ -200,13 +203,21 @@ class Api:
         self.service.scheduler.cancel(job)
 
     def _model(self) -> dict[str, Any]:
-        engine = self.service.engine
-        return {
-            "id": self.service.id,
+        """As OpenAI's API shows it, and as Anthropic's does."""
+        id, context = self.service.id, self.service.engine.context
+        created = datetime.fromtimestamp(self._created, timezone.utc)
+        openai = {
+            "id": id,
             "object": "model",
             "created": self._created,
             "owned_by": "colibri",
-            "context_length": engine.context,
+            "context_length": context,
+        }
+        return openai | {
+            "type": "model",
+            "display_name": id,
+            "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "max_input_tokens": context,
         }
 
 
