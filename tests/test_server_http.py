@@ -278,7 +278,8 @@ def test_unsupported_fields(server, field, value):
     assert answer.error["code"] == "unsupported_parameter"
     neutral = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {},
                "response_format": {"type": "text"}, "store": False, "stop": None,
-               "prediction": None, "no_such_field": None}  # fmt: skip
+               "prediction": None, "no_such_field": None, "logprobs": False,
+               "top_logprobs": 0}  # fmt: skip
     assert server.chat(**neutral, max_tokens=1).status == 200
 
 

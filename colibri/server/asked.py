@@ -69,7 +69,7 @@ def conversation(given: Mapping[str, Any]) -> ChatAsked:
     if len({given[name] for name in names}) > 1:
         raise Refusal("max_tokens and max_completion_tokens differ; send one.", "max_tokens")
     limit = given[names.pop()] if names else None
-    if given.get("top_logprobs") is not None and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
         raise Refusal("top_logprobs needs logprobs: true.", "top_logprobs")
     logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
     user = given.get("user") or given.get("safety_identifier") or ""
