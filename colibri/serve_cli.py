@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from colibri.server.service import Service
 
 GRACE = 10  # seconds that open connections have to take what is left for them
+# Seconds that a connection may be idle. Clients should be the first to let go (aiohttp after 15,
+# Go after 90): a request sent just as the server hangs up fails, and is not sent again.
+IDLE = 120
 
 
 def serve(settings: Settings) -> int:
@@ -113,11 +116,7 @@ def _run(
     service.scheduler.start()
     if settings.warm is None:
         resident.start()  # until the first request
-    config = uvicorn.Config(
-        make_app(service), http="h11", ws="none", loop="asyncio", lifespan="off",
-        log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=GRACE,
-    )  # fmt: skip
+    config = http_config(uvicorn, make_app(service))
     text = announce(settings, engine, listener.getsockname(), service.id)
     server = _server(uvicorn, config, service, lambda: terminal.note(text))
     for note in engine.notes:
@@ -134,6 +133,15 @@ def _run(
             resident.save()
         log.close(1)
     return Exit.OK
+
+
+def http_config(uvicorn: Any, app: Any) -> Any:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app, http="h11", ws="none", loop="asyncio", lifespan="off",
+        log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=GRACE, timeout_keep_alive=IDLE,
+    )  # fmt: skip
 
 
 def _server(uvicorn: Any, config: Any, service: Service, ready: Callable[[], None]) -> Any:

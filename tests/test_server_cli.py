@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
+import uvicorn
 from serving import open_engine
 from test_run import environment
 
 from colibri.errors import UsageError
 from colibri.knobs import Settings
-from colibri.serve_cli import announce, is_loopback
+from colibri.serve_cli import announce, http_config, is_loopback
 from colibri.server.guard import Guard
 from colibri.server.log import Log
 
@@ -201,6 +202,12 @@ def test_defaults():
     settings = Settings.resolve({}, {})
     assert (settings.host, settings.port, settings.api_key) == ("127.0.0.1", 8000, None)
     assert settings.draft is None and settings.mtp
+
+
+def test_clients_hang_up_first():
+    """Idle connections are kept for longer than clients keep them (Go 90 s, aiohttp 15): a request
+    that meets a server hanging up is an error that nobody can explain."""
+    assert http_config(uvicorn, None).timeout_keep_alive > 90
 
 
 @pytest.mark.parametrize(
