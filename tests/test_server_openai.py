@@ -283,3 +283,22 @@ def test_a_form_that_is_not_kept(client, kind):
     assert caught.value.param == "response_format.type" and "tool call" in caught.value.message
     words = f"'response_format' of type '{kind}' is not supported with this model"
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/embeddings", ""),
+        ("/health", ""),
+    ],
+)
+def test_a_base_url_without_v1_or_with_two(agent, path, meant):
+    """The usual mistake of who sets a client up is told, and what is right."""
+    answer = agent.post(path, {})
+    told = (
+        f"{path} is not there for POST." if answer.status == 404 else f"{path} does not take POST."
+    )
+    hint = f" {meant} is: look at the client's base URL." if meant else ""
+    assert answer.error["message"] == told + hint

@@ -31,6 +31,10 @@ from colibri.server.shapes import ChatShape, Choices, CompletionShape, Shape
 from colibri.server.stream import EventStream, events, refusal_of
 from colibri.server.tools import ToolParser
 
+_API = (
+    "/v1/chat/completions", "/v1/completions", "/v1/models", MESSAGES, f"{MESSAGES}/count_tokens",
+)  # fmt: skip
+
 
 def make_app(service: Service) -> Any:
     """The ASGI application; the service's scheduler must have been started."""
@@ -136,7 +140,8 @@ class Api:
         """No such path, or not with this method."""
         path = request.url.path[:200]
         what = "does not take" if error.status_code == 405 else "is not there for"
-        text, headers = f"{path} {what} {request.method}.", dict(error.headers or {})
+        text = f"{path} {what} {request.method}.{_meant(path)}"
+        headers = dict(error.headers or {})
         return await self.refused(request, Refusal(text, status=error.status_code, headers=headers))
 
     async def left(self, request: Request, error: Any) -> Response:
@@ -219,6 +224,14 @@ class Api:
             "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_input_tokens": context,
         }
+
+
+def _meant(path: str) -> str:
+    """The usual mistake: OpenAI's clients want a base URL with /v1, Anthropic's one without."""
+    right = re.sub("(/v1)*/", "/v1/", path, count=1)
+    if right == path or right not in _API:
+        return ""
+    return f" {right} is: look at the client's base URL."
 
 
 def _closer(leaving: asyncio.Task[None], service: Service, job: Job) -> Callable[[], None]:
