@@ -182,6 +182,22 @@ def test_call_cut_off(agent, client, monkeypatch):
     assert (message.content, message.tool_calls) == (cut, None)
 
 
+def test_call_cut_off_in_a_stream(agent, client, monkeypatch):
+    """What was streamed of it can be sent back, with the error that a framework makes of it."""
+    cut = f"{tools.OPEN}write_file{tools.KEY}text{tools.KEY_END}{tools.VALUE}half"
+    asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "max_tokens": 1}
+    with scripted(monkeypatch, agent, "</think>" + cut):
+        stream = client.chat.completions.create(messages=STORY, stream=True, **asked)
+        deltas = [d for chunk in stream for d in chunk.choices[0].delta.tool_calls or []]
+    arguments = "".join(d.function.arguments for d in deltas)
+    assert arguments == '{"text": "half'
+    function = {"name": "write_file", "arguments": arguments}
+    call = {"id": deltas[0].id, "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": deltas[0].id, "content": "Error: no JSON"}
+    history = [*STORY, {"role": "assistant", "tool_calls": [call]}, result]
+    client.chat.completions.create(messages=history, **asked)
+
+
 def test_forced_call(agent, client, monkeypatch):
     """A call that must be made is begun in the prompt; its name is the one asked for."""
     seen = []

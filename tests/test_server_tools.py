@@ -26,6 +26,7 @@ from colibri.server.tools import (
     VALUE_END,
     Event,
     ToolParser,
+    mended,
 )  # fmt: skip
 
 TOOLS = {
@@ -198,3 +199,17 @@ def test_any_nonsense(parts, tokens, stopped):
     called = [e.index for e in events if e.kind == CALLED]
     broken = {e.index for e in events if e.kind == BROKEN}
     assert called == sorted(ended | broken) and not ended & broken
+
+
+def test_a_call_that_broke_off_can_come_back():
+    """Wherever a stream's call is cut off, its arguments are mended to what was written of them."""
+    text = 'ab "q" \\ \n\u2028北'
+    pieces = as_pieces(call("write", path="p", lines="12", text=text, options='{"a": 1}'), True)
+    for cut in range(len(pieces)):
+        events = events_of(pieces[:cut], True, stopped=False)
+        sent = "".join(e.text for e in events if e.kind == ARGUMENTS)
+        found = json.loads(mended(sent) or "{}")
+        assert found.get("path", "p") in ("", "p") and found.get("lines", 12) in (12, None)
+        assert text.startswith(found.get("text", ""))
+    for other in ("{}", '{"a": 1}', "", "[", "nonsense", '{"a": }'):
+        assert mended(other) == other

@@ -9,6 +9,7 @@ from typing import Any
 from colibri.server import fields
 from colibri.server.refusal import Refusal
 from colibri.server.tables import CHAT, COMPLETION
+from colibri.server.tools import mended
 
 # OpenAI's degrees of reasoning in GLM's words.
 _EFFORTS = {"minimal": "low", "medium": "high", "xhigh": "max"}
@@ -115,6 +116,8 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     if role != "assistant" and "content" not in message:
         raise Refusal(f"{where}.content is missing.", f"{where}.content")
     kept = {k: v for k, v in message.items() if k not in ("refusal", "annotations")}
+    for function in (call["function"] for call in kept.get("tool_calls", ())):
+        function["arguments"] = mended(function.get("arguments", ""))
     return {"content": "", **kept}
 
 

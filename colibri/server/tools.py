@@ -44,6 +44,20 @@ def marks(tokenizer: Tokenizer) -> dict[int, str]:
     return {number: tag for tag, number in ids.items() if number is not None}
 
 
+def mended(arguments: str) -> str:
+    """A call's arguments; those of a call that broke off in a stream, as what became of them.
+
+    Frameworks send the call back with an error for the model, which must not end the conversation.
+    """
+    for end in ("", "}", '"}', "null}"):
+        try:
+            json.loads(arguments + end)
+        except (ValueError, RecursionError):
+            continue
+        return arguments + end
+    return arguments
+
+
 class ToolParser:
     """Pieces of an answer's text in, events out.
 
