@@ -302,19 +302,19 @@ def test_a_form_that_is_not_kept(client, kind):
 
 
 @pytest.mark.parametrize(
-    ("path", "meant"),
+    ("path", "hint"),
     [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/messages", "/v1/messages"),
+        ("/chat/completions", " /v1/chat/completions is: look at the client's base URL."),
+        ("/v1/v1/messages", " /v1/messages is: look at the client's base URL."),
+        ("/v1/responses", " Set the client up for chat completions."),
         ("/v1/embeddings", ""),
         ("/health", ""),
     ],
 )
-def test_a_base_url_without_v1_or_with_two(agent, path, meant):
-    """The usual mistake of who sets a client up is told, and what is right."""
+def test_what_was_meant(agent, path, hint):
+    """The usual mistakes of who sets a client up are told, and what is right."""
     answer = agent.post(path, {})
     told = (
         f"{path} is not there for POST." if answer.status == 404 else f"{path} does not take POST."
     )
-    hint = f" {meant} is: look at the client's base URL." if meant else ""
     assert answer.error["message"] == told + hint

@@ -227,7 +227,10 @@ class Api:
 
 
 def _meant(path: str) -> str:
-    """The usual mistake: OpenAI's clients want a base URL with /v1, Anthropic's one without."""
+    """The usual mistakes: a newer API than there is; and OpenAI's clients want a base URL with /v1,
+    Anthropic's one without."""
+    if path.endswith("/responses"):
+        return " Set the client up for chat completions."
     right = re.sub("(/v1)*/", "/v1/", path, count=1)
     if right == path or right not in _API:
         return ""
