@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from colibri.chat import opens_thinking
+from colibri.grammar import Node
 from colibri.piece import MARK, REASONING, TEXT, Piece
 from colibri.tokenizer import Tokenizer
 
@@ -15,11 +16,13 @@ class Prompt:
     """Token ids to answer. `markup`: think tags in the answer separate reasoning from text.
 
     `marks` are tokens, with their text, that become pieces of their own: those of tool calls.
+    `form`: what the answer must be (colibri.schema), but for its reasoning, or for a tool call.
     """
 
     ids: list[int]
     markup: bool = True
     marks: Mapping[int, str] = field(default_factory=dict)
+    form: Node | None = None
 
 
 class Splitter:

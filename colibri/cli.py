@@ -213,10 +213,19 @@ def cli(ctx: click.Context) -> None:
     help="Read the prompt from a file; - is stdin, which is also read when neither is given. "
     "One final newline is dropped.",
 )  # fmt: skip
+@click.option(
+    "--schema", metavar="FILE", type=click.Path(path_type=Path),
+    help="A JSON Schema in a file: the answer is JSON that keeps to it. {} is any object.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
 @knob_options(*RUN_GROUPS)
 def run(
-    model: str | None, prompt: str | None, prompt_file: Path | None, as_json: bool, **values: Any
+    model: str | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    schema: Path | None,
+    as_json: bool,
+    **values: Any,
 ) -> int:
     """Answer one prompt.
 
@@ -228,7 +237,7 @@ def run(
     prompt = None if prompt is None else typed(prompt, "--prompt")
     from colibri.run import run_prompt
 
-    return run_prompt(settings, prompt, prompt_file, as_json)
+    return run_prompt(settings, prompt, prompt_file, schema, as_json)
 
 
 @cli.command(cls=Command)

@@ -17,11 +17,12 @@ from typing import Any
 from colibri import context, demo, generation
 from colibri.amounts import memory_size
 from colibri.answer import Prompt
-from colibri.chat import Template, raw_prompt
+from colibri.chat import Template, opens_thinking, raw_prompt
 from colibri.container import Container
 from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ContextFull, UsageError
+from colibri.form import FormSampler, Guide
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, Budget, available, budget, physical_cores
 from colibri.mirror import directories
@@ -255,8 +256,16 @@ class Engine:
             raise UsageError(f"max_tokens is {limit}; expected 1 or more, or None")
         slot = slot or self.slot
         self.require_room(len(prompt.ids))
-        sampler = Sampler(sampling or self.sampling, self.tokenizer.vocab_used)
+        sampler = self._sampler(prompt, sampling or self.sampling)
         return Turn(self, slot, prompt, sampler, limit, progress)
+
+    def _sampler(self, prompt: Prompt, params: SamplingParams) -> Sampler:
+        tokenizer = self.tokenizer
+        if prompt.form is None:
+            return Sampler(params, tokenizer.vocab_used)
+        reasons = prompt.markup and opens_thinking(prompt.ids, tokenizer)
+        guide = Guide(prompt.form, tokenizer, self.stops, reasons, calls=bool(prompt.marks))
+        return FormSampler(params, guide, tokenizer.vocab_used)
 
     def require_room(self, count: int, nbytes: int | None = None) -> None:
         """ContextFull, with both numbers, when so many prompt tokens leave no room to answer.

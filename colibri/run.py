@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,10 +10,14 @@ from colibri import stats
 from colibri.answer import MOST_BYTES, Prompt
 from colibri.engine import Engine, model_directory
 from colibri.errors import Exit, UsageError
+from colibri.grammar import Node
 from colibri.interrupt import Interrupts, TerminationSignals
+from colibri.json_grammar import OBJECT, answer
 from colibri.knobs import Settings
 from colibri.resident import Resident
+from colibri.schema import compile_schema
 from colibri.state import State
+from colibri.strictjson import parse_object
 from colibri.terminal import Terminal, is_terminal
 from colibri.turn import Turn
 
@@ -24,20 +29,26 @@ _ONLY_REASONING = (
 
 
 def run_prompt(
-    settings: Settings, prompt: str | None, prompt_file: Path | None, as_json: bool
+    settings: Settings,
+    prompt: str | None,
+    prompt_file: Path | None,
+    schema: Path | None,
+    as_json: bool,
 ) -> int:
     """Answer a prompt on stdout; returns the exit status."""
     terminal = Terminal.of(settings.screen, settings.quiet)
     if settings.raw and "system" in settings.given:
         raise UsageError("--raw uses no chat template, so --system has no place; drop one of them")
     model_directory(settings)  # a wrong one is told before anyone types a prompt
+    form = read_form(schema) if schema else None
     text = read_prompt(prompt, prompt_file, settings.raw)
     try:
         engine = Engine.open(settings, terminal.progress)
         resident = Resident(engine, State(settings.state, terminal.warning))
         if settings.warm:
             resident.fill(terminal.progress)
-        turn = engine.answer(_prompt(engine, text), progress=terminal.progress)
+        asked = replace(_prompt(engine, text), form=form)
+        turn = engine.answer(asked, progress=terminal.progress)
     finally:
         terminal.clear()
     _announce(terminal, engine)
@@ -77,6 +88,15 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, raw: bool) -> str:
     if not (text if raw else text.strip()):
         raise UsageError(f"the prompt from {source} is empty; write what the model should answer")
     return text
+
+
+def read_form(path: Path) -> Node:
+    """What the answer must be, by the JSON Schema in a file; UsageError when it is none."""
+    try:
+        schema = parse_object(path.read_bytes(), f"--schema {path}", UsageError)
+    except OSError as error:
+        raise UsageError(f"--schema {path}: {error.strerror}") from None
+    return answer(compile_schema(schema, str(path), strict=True) if schema else OBJECT)
 
 
 def _read(file: BinaryIO, source: str) -> str:

@@ -127,6 +127,8 @@ class Sampler:
     logits with NaN or +Inf in them; by default it lands in `warnings`.
     """
 
+    follows = False  # whether a pick depends on those before it
+
     def __init__(
         self, params: SamplingParams, vocab_used: int, warn: Callable[[str], None] | None = None
     ) -> None:

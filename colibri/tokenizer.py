@@ -231,6 +231,21 @@ class Tokenizer:
             pieces = [piece for cut in cuts for piece in cut]
         return pieces
 
+    @cached_property
+    def text_bytes(self) -> list[bytes]:
+        """The bytes of each token that text may consist of, by id; of all others none."""
+        added = {token.id for token in self.added.values()}
+        return [b"" if i in added else data for i, data in enumerate(self._all)]
+
+    @cached_property
+    def by_first_byte(self) -> dict[int, list[int]]:
+        """Ids of the tokens that text may consist of, by their first bytes."""
+        found: dict[int, list[int]] = {}
+        for token, data in enumerate(self.text_bytes):
+            if data:
+                found.setdefault(data[0], []).append(token)
+        return found
+
     def token_bytes(self, token: int, show_special: bool = False) -> bytes:
         """The bytes a token stands for; empty for hidden special tokens and unknown ids."""
         table = self._all if show_special else self._visible

@@ -179,10 +179,11 @@ class Probabilistic:
 
 
 def verification(sampler: Sampler, mode: Mode | str) -> Verification:
-    """The rule of a mode; greedy sampling always matches exactly."""
+    """The rule of a mode; greedy sampling always matches exactly, and so must a form's."""
     rules = {
         Mode.REJECTION: Rejection,
         Mode.COUPLED: Matching,
         Mode.PROBABILISTIC: Probabilistic,
     }
-    return Matching(sampler) if sampler.params.greedy else rules[Mode(mode)](sampler)
+    exact = sampler.params.greedy or sampler.follows
+    return Matching(sampler) if exact else rules[Mode(mode)](sampler)

@@ -267,7 +267,7 @@ def test_a_switch_that_is_missing(server, field, body):
     ("field", "value"),
     [
         ("n", 2), ("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
-        ("response_format", {"type": "json_object"}), ("functions", []), ("best_of", 3),
+        ("modalities", ["audio"]), ("functions", []), ("best_of", 3),
         ("audio", {}), ("top_a", 1), ("store", True), ("suffix", "x"), ("prediction", {}),
     ],
 )  # fmt: skip

@@ -220,7 +220,9 @@ def test_the_same_is_asked(ours, chats):
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": "auto"}, "tool_choice is"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"format": "date"}}}},
+         "output_config.format.schema.format cannot be kept to"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "edits[0].type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"temperature": "hot"}, "temperature is"),
@@ -232,6 +234,18 @@ def test_refused_by_name(server, body, word):
     answer = ask(server, **body)
     assert answer.status == 400 and error(answer)["type"] == "invalid_request_error"
     assert word in error(answer)["message"]
+
+
+def test_an_answer_by_a_schema(server):
+    """output_config.format: the text is JSON that keeps to the schema."""
+    both = {"path": {"const": "a.py"}, "line": {"enum": [7]}}
+    schema = {"properties": both, "required": ["line"]}
+    answer = ask(
+        server, output_config={"format": {"type": "json_schema", "schema": schema}},
+        thinking={"type": "disabled"}, max_tokens=100,
+    )  # fmt: skip
+    (block,) = answer.json["content"]
+    assert json.loads(block["text"]) in ({"path": "a.py", "line": 7}, {"line": 7})
 
 
 # ---- what is answered ---------------------------------------------------------------------------

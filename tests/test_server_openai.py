@@ -288,17 +288,57 @@ def test_errors_are_the_clients_own(client):
     assert caught.value.code == "context_length_exceeded" and "16384" in caught.value.message
 
 
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_form_that_is_not_kept(client, kind):
-    """A schema is no field to leave out: the type is what is refused, and what to do is said."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "legs": {"enum": [2, 4]}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strict", [True, None])
+def test_json_by_a_schema(client, strict, stream):
+    """The answer is JSON that keeps to the schema, whole or in pieces."""
+    named = {"name": "animal", "schema": SCHEMA} | ({"strict": strict} if strict else {})
+    form = {"type": "json_schema", "json_schema": named}
+    asked = {"model": MODEL, "messages": STORY, "max_tokens": 200, "response_format": form}
+    if stream:
+        pieces = client.chat.completions.create(**asked, stream=True)
+        text = "".join(said(c.choices[0].delta) for c in pieces if c.choices)
+    else:
+        text = said(client.chat.completions.create(**asked).choices[0].message)
+    assert sorted(json.loads(text)) == ["legs", "name"] and json.loads(text)["legs"] in (2, 4)
+
+
+def test_json_of_any_kind(client):
+    """json_object is any object, and so is a schema that is left out."""
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x"}}):
+        answered = client.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=200, response_format=form, temperature=0
+        )
+        assert answered.choices[0].finish_reason == "stop"
+        assert isinstance(json.loads(said(answered.choices[0].message)), dict)
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "words"),
+    [
+        ({"type": "grammar"}, "response_format.type", "it takes text, json_object, json_schema"),
+        ({"type": "json_schema"}, "response_format.json_schema", "is missing"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "text"}}},
+         "response_format.json_schema.schema", 'schema.type is "text"; there are string'),
+        ({"type": "json_schema", "json_schema": {"strict": True, "schema": {"pattern": "x"}}},
+         "response_format.json_schema.schema", "schema.pattern cannot be kept to; leave it out."),
+    ],
+)  # fmt: skip
+def test_forms_that_are_refused(client, form, param, words):
+    """What is no form, or cannot be kept to, is refused by its place."""
     import openai
 
-    form: Any = {"json_schema": {"name": "x", "schema": {}}, "type": kind}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=STORY, response_format=form)
-    assert caught.value.param == "response_format.type" and "tool call" in caught.value.message
-    words = f"'response_format' of type '{kind}' is not supported with this model"
-    assert words in caught.value.message
+    assert caught.value.param == param and words in caught.value.message
 
 
 @pytest.mark.parametrize(

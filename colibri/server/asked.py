@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from colibri.errors import UsageError
+from colibri.grammar import Node
+from colibri.json_grammar import OBJECT, answer
+from colibri.schema import compile_schema
 from colibri.server import fields
 from colibri.server.refusal import Refusal
 from colibri.server.tables import CHAT, COMPLETION
@@ -44,6 +48,7 @@ class ChatAsked(Asked):
     switch: str = "thinking"  # the field that set it
     effort: str | None = None
     clear_thinking: bool | None = None
+    form: Node | None = None  # what the answer must be
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
@@ -79,6 +84,7 @@ def conversation(given: Mapping[str, Any]) -> ChatAsked:
         messages=tuple(_message(m, i) for i, m in enumerate(given["messages"])),
         **_tools(given),
         **_reasoning(given),
+        form=_form(given.get("response_format", {"type": "text"})),
     )
 
 
@@ -119,6 +125,20 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     for function in (call["function"] for call in kept.get("tool_calls", ())):
         function["arguments"] = mended(function.get("arguments", ""))
     return {"content": "", **kept}
+
+
+def _form(wanted: Mapping[str, Any]) -> Node | None:
+    """The grammar of a response_format; `where` in it: the field that a refusal shall name."""
+    if wanted["type"] == "text":
+        return None
+    asked = wanted.get("json_schema", {})
+    if "schema" not in asked:
+        return answer(OBJECT)
+    where = asked.get("where", "response_format.json_schema.schema")
+    try:
+        return answer(compile_schema(asked["schema"], where, asked.get("strict", False)))
+    except UsageError as error:
+        raise Refusal(f"{error}.", where) from None
 
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from colibri.server import fields
 from colibri.server.fields import (
     Field,
     Flag,
@@ -17,45 +16,12 @@ from colibri.server.fields import (
     Stops,
     Table,
     Text,
+    Typed,
     Words,
-    brief,
     wrong,
 )  # fmt: skip
-from colibri.server.refusal import NO_THREADS, Refusal
+from colibri.server.refusal import NO_THREADS
 from colibri.server.tables import SHARED, FunctionName
-
-
-@dataclass(frozen=True)
-class Typed:
-    """An object that says what it is, and holds what its kind may. `usual`: what it is unsaid."""
-
-    tables: Mapping[str, Sequence[Field]]
-    key: str = "type"
-    usual: str | None = None
-
-    def read(self, value: Any, where: str) -> dict[str, Any]:
-        """The fields that were given, what it is first."""
-        if not isinstance(value, dict):
-            raise wrong(where, value, "an object")
-        said = value.get(self.key)
-        kind = self.usual if said is None else said
-        if not isinstance(kind, str) or kind not in self.tables:
-            raise Refusal(
-                f"{where}.{self.key} is {brief(kind)}, which this server does not take; "
-                f"it takes {', '.join(self.tables)}.",
-                f"{where}.{self.key}",
-                code="unsupported_content",
-            )
-        rest = {name: given for name, given in value.items() if name != self.key}
-        return {self.key: kind, **fields.read(rest, self.tables[kind], f"{where}.")}
-
-    def schema(self) -> dict[str, Any]:
-        """One object of several."""
-        return {"anyOf": [self._table(kind).schema() for kind in self.tables]}
-
-    def _table(self, kind: str) -> Table:
-        name = Field(self.key, Words((kind,)), "What it is.", required=kind != self.usual)
-        return Table((name, *self.tables[kind]))
 
 
 @dataclass(frozen=True)
@@ -153,6 +119,8 @@ _EDIT = Typed(
         )
     }
 )
+_SCHEMA = Field("schema", Object(), "A JSON Schema.", required=True)
+_FORMAT = Typed({"json_schema": (_SCHEMA,)})
 _OWN = {field.name: field for field in SHARED}
 
 COUNT = (
@@ -167,10 +135,10 @@ COUNT = (
         Table(
             (
                 Field("effort", Words(("low", "medium", "high", "xhigh", "max")), "How much."),
-                Field("format", Only(()), "Not supported."),
+                Field("format", _FORMAT, "What the answer must be."),
             )
         ),
-        "How much to reason.",
+        "How much to reason, and in what form to answer.",
     ),
     Field(
         "context_management",

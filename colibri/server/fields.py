@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -256,3 +256,36 @@ def brief(value: Any, quote: bool = True) -> str:
     text = json.dumps(value) if quote or not isinstance(value, str) else value
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An object that says what it is, and holds what its kind may. `usual`: what it is unsaid."""
+
+    tables: Mapping[str, Sequence[Field]]
+    key: str = "type"
+    usual: str | None = None
+
+    def read(self, value: Any, where: str) -> dict[str, Any]:
+        """The fields that were given, what it is first."""
+        if not isinstance(value, dict):
+            raise wrong(where, value, "an object")
+        said = value.get(self.key)
+        kind = self.usual if said is None else said
+        if not isinstance(kind, str) or kind not in self.tables:
+            raise Refusal(
+                f"{where}.{self.key} is {brief(kind)}, which this server does not take; "
+                f"it takes {', '.join(self.tables)}.",
+                f"{where}.{self.key}",
+                code="unsupported_content",
+            )
+        rest = {name: given for name, given in value.items() if name != self.key}
+        return {self.key: kind, **read(rest, self.tables[kind], f"{where}.")}
+
+    def schema(self) -> dict[str, Any]:
+        """One object of several."""
+        return {"anyOf": [self._table(kind).schema() for kind in self.tables]}
+
+    def _table(self, kind: str) -> Table:
+        name = Field(self.key, Words((kind,)), "What it is.", required=kind != self.usual)
+        return Table((name, *self.tables[kind]))

@@ -38,6 +38,10 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     chat["tools"] = [_tool(tool) for tool in given.get("tools", ())]
     chat["user"] = given.get("metadata", {}).get("user_id", "")
     chat["messages"] = _messages(given)
+    form = given.get("output_config", {}).get("format")
+    if form:
+        asked = {"schema": form["schema"], "strict": True, "where": "output_config.format.schema"}
+        chat["response_format"] = {"type": "json_schema", "json_schema": asked}
     return chat | _choice(given.get("tool_choice")) | _reasoning(given)
 
 

@@ -84,10 +84,11 @@ class Service:
             raise Refusal("the chat template made nothing of these messages.", "messages")
         begun = self._force(asked, ids)
         self._check_room(ids)
+        form = asked.form if begun is None else None
         if not asked.tools:
-            return Prompt(ids), None
+            return Prompt(ids, form=form), None
         parser = ToolParser(asked.parameters, self._marks.values(), begun)
-        return Prompt(ids, marks=self._marks), parser
+        return Prompt(ids, marks=self._marks, form=form), parser
 
     def completion(self, asked: CompletionAsked) -> Prompt:
         """Text as `colibri run --raw` takes it, or token ids as they are."""

@@ -15,6 +15,7 @@ from colibri.server.fields import (
     Stops,
     Table,
     Text,
+    Typed,
     Words,
     brief,
     wrong,
@@ -121,30 +122,27 @@ class RawPrompt:
         return {"anyOf": [{"type": "string"}, ids]}
 
 
-_FORMAT = Table((Field("type", Only(("text",)), "Text is the only one.", required=True),))
-
-
-@dataclass(frozen=True)
-class Format:
-    """The form of an answer: text, for nothing makes the model keep to another."""
-
-    def read(self, value: Any, where: str) -> dict[str, Any]:
-        """The form."""
-        kind = value.get("type", "text") if isinstance(value, dict) else "text"
-        if kind != "text":  # in OpenAI's words, by which LangChain says what to do instead
-            raise Refusal(
-                f"'{where}' of type '{brief(kind, quote=False)}' is not supported with this model: "
-                "nothing makes it keep to a form. Ask for a tool call, or for the form in words.",
-                f"{where}.type",
-                code="unsupported_parameter",
-            )
-        return _FORMAT.read(value, where)
-
-    def schema(self) -> dict[str, Any]:
-        """object."""
-        return _FORMAT.schema()
-
-
+_FORMAT = Typed(
+    {
+        "text": (),
+        "json_object": (),
+        "json_schema": (
+            Field(
+                "json_schema",
+                Table(
+                    (
+                        Field("name", Text(), "Accepted; nothing is done with it."),
+                        Field("description", Text(), "Accepted; nothing is done with it."),
+                        Field("schema", Object(), "A JSON Schema; left out: any object."),
+                        Field("strict", Flag(), "Refuse a schema that cannot be kept to whole."),
+                    )
+                ),
+                "What the answer must be.",
+                required=True,
+            ),
+        ),
+    }
+)
 _FUNCTION = Table(
     (
         Field("name", FunctionName(), "Its name.", required=True),
@@ -245,7 +243,7 @@ CHAT = (
     Field("reasoning_effort", Words(EFFORTS), "How much to reason; none: not at all."),
     Field("thinking", _THINKING, "Whether to reason, as Z.ai's API has it."),
     Field("chat_template_kwargs", _TEMPLATE, "Whether to reason, as other servers have it."),
-    Field("response_format", Format(), "Not supported, but for text."),
+    Field("response_format", _FORMAT, "What the answer must be: text, JSON, or JSON by a schema."),
     Field("store", Only((False,)), "Nothing is stored."),
     Field("service_tier", Only(("auto", "default")), "There is one."),
     Field("modalities", Only((["text"],)), "Text is the only one."),

@@ -1,0 +1,81 @@
+"""JSON as a grammar, with little white space, so that a model cannot fill an answer with it."""
+
+import json
+from typing import Any
+
+from colibri.grammar import EMPTY, Alt, Node, Ref, Repeat, Seq, maybe, one_of, text
+
+_DIGITS = 15  # of a number: more than a double holds would be lost
+
+SPACE = Alt((EMPTY, text(" "), Seq((text("\n"), Repeat(one_of(" \t"), 0, 32)))))
+_HEX = one_of("0123456789abcdefABCDEF")
+_TAIL = one_of((0x80, 0xBF))  # of a character in UTF-8
+_LOW_SURROGATE = Seq((text("\\u"), one_of("dD"), one_of("cdefCDEF"), _HEX, _HEX))
+_CHAR = Alt(
+    (
+        one_of(" !", (0x23, 0x5B), (0x5D, 0x7F)),
+        Seq((one_of((0xC2, 0xDF)), _TAIL)),
+        Seq((text(b"\xe0"), one_of((0xA0, 0xBF)), _TAIL)),
+        Seq((one_of((0xE1, 0xEC), (0xEE, 0xEF)), _TAIL, _TAIL)),
+        Seq((text(b"\xed"), one_of((0x80, 0x9F)), _TAIL)),
+        Seq((text(b"\xf0"), one_of((0x90, 0xBF)), _TAIL, _TAIL)),
+        Seq((one_of((0xF1, 0xF3)), _TAIL, _TAIL, _TAIL)),
+        Seq((text(b"\xf4"), one_of((0x80, 0x8F)), _TAIL, _TAIL)),
+        Seq((text("\\"), one_of('"\\/bfnrt'))),
+        Seq((text("\\u"), one_of("0123456789abcefABCEF"), _HEX, _HEX, _HEX)),
+        Seq((text("\\u"), one_of("dD"), one_of("01234567"), _HEX, _HEX)),
+        Seq((text("\\u"), one_of("dD"), one_of("89abAB"), _HEX, _HEX, _LOW_SURROGATE)),
+    )
+)
+_DIGIT = one_of((0x30, 0x39))
+INTEGER = Seq(
+    (
+        maybe(text("-")),
+        Alt((text("0"), Seq((one_of((0x31, 0x39)), Repeat(_DIGIT, 0, _DIGITS - 1))))),
+    )
+)
+_FRACTION = Seq((text("."), Repeat(_DIGIT, 1, _DIGITS)))
+_EXPONENT = Seq((one_of("eE"), maybe(one_of("+-")), Repeat(_DIGIT, 1, 2)))
+NUMBER = Seq((INTEGER, maybe(_FRACTION), maybe(_EXPONENT)))
+COMMA = Seq((text(","), SPACE))
+
+
+def literal(value: Any) -> Node:
+    """Exactly this value."""
+    try:
+        return text(json.dumps(value, ensure_ascii=False))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return text(json.dumps(value))
+
+
+def string(least: int = 0, most: int | None = None) -> Node:
+    """Any string of so many characters."""
+    return Seq((text('"'), Repeat(_CHAR, least, most), text('"')))
+
+
+def array(item: Node, least: int = 0, most: int | None = None) -> Node:
+    """Any array of so many of these."""
+    if most == 0:
+        return text("[]")
+    more = Repeat(Seq((COMMA, item)), max(least - 1, 0), None if most is None else most - 1)
+    items = Seq((item, more))
+    return Seq((text("["), SPACE, items if least else maybe(items), SPACE, text("]")))
+
+
+def any_names(value: Node) -> Node:
+    """Any object with such values."""
+    entry = Seq((string(), text(":"), SPACE, value))
+    entries = Seq((entry, Repeat(Seq((COMMA, entry)))))
+    return Seq((text("{"), SPACE, maybe(entries), SPACE, text("}")))
+
+
+VALUE = Ref()
+OBJECT = any_names(VALUE)  # any JSON object
+VALUE.target = Alt(
+    (string(), NUMBER, text("true"), text("false"), text("null"), OBJECT, array(VALUE))
+)
+
+
+def answer(value: Node) -> Node:
+    """A whole answer that is this value; models like to begin with a space or on a new line."""
+    return Seq((maybe(one_of(" \n")), value))

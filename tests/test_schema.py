@@ -1,0 +1,228 @@
+"""JSON and JSON Schema as grammars: what they take is JSON, and valid by the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import jsonschema
+import pytest
+from hypothesis import given, settings
+
+from colibri import grammar
+from colibri.errors import SamplingError, UsageError
+from colibri.grammar import Alt, Matcher, Node, Ref, Repeat, Seq, text
+from colibri.json_grammar import NUMBER, OBJECT, VALUE, answer
+from colibri.schema import compile_schema
+
+
+def takes(node: Node, written: str | bytes) -> bool:
+    """Whether this is a whole text of the grammar."""
+    matcher = Matcher(node)
+    data = written.encode() if isinstance(written, str) else written
+    return None in matcher.after(matcher.start, data)
+
+
+def walk(node: Node, seed: int) -> bytes:
+    """A text of the grammar, by chance; short of dead ends, which none has."""
+    chance, matcher, data = random.Random(seed), Matcher(node), bytearray()
+    state = matcher.start
+    while not (None in state and (len(state) == 1 or chance.random() < 0.2)):
+        firsts = sorted(matcher.firsts(state))
+        assert firsts
+        ends = [byte for byte in firsts if byte in b'"}],.0truefalsn']
+        data.append(chance.choice(ends if ends and chance.random() < 0.6 else firsts))
+        state = matcher.after(state, data[-1:])
+    return bytes(data)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**15) + 1, 10**15 - 1) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=VALUES, ascii=st.booleans(), indent=st.sampled_from([None, 0, 1, 4]))
+def test_json_as_it_is_written(value, ascii, indent):
+    """Whatever Python writes as JSON is taken, compact or indented, escaped or not."""
+    written = json.dumps(value, ensure_ascii=ascii, indent=indent)
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        return
+    assert takes(VALUE, written) or "\\ud" in written  # half a surrogate pair is no character
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_walk_is_json(seed):
+    """Any way through the grammar of objects ends in a JSON object in UTF-8."""
+    assert isinstance(json.loads(walk(OBJECT, seed).decode()), dict)
+
+
+@pytest.mark.parametrize("written", [
+    "", "{", "{,}", '{"a"}', '{"a":}', '{"a":1,}', "{a:1}", "{'a':1}", "[1]", '{"a":01}',
+    '{"a":+1}', '{"a":.5}', '{"a":1.}', '{"a":1e}', '{"a":NaN}', '{"a":"\n"}', '{"a":"\\x"}',
+    '{"a":"\\u12"}', '{"a":"\\ud800"}', '{"a":"\\udc00"}', b'{"a":"\x80"}', b'{"a":"\xed\xa0\x80"}',
+    b'{"a":"\xc0\x80"}', b'{"a":"\xf4\x90\x80\x80"}', "{}{}", "{} ", "{\n\n\n}",
+    '{"a":12345678901234567}',
+])  # fmt: skip
+def test_what_is_no_json_object(written):
+    """Texts that are no JSON, or more white space or digits than are of use, are not taken."""
+    assert not takes(OBJECT, written)
+
+
+def test_numbers():
+    """All of JSON's forms of a number."""
+    for written in ("0", "-0", "10", "-1.50", "2e3", "2E-03"[:5], "0.1e+9"):
+        assert takes(NUMBER, written), written
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 5},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "é"]}, "minItems": 1, "maxItems": 2},
+        "boss": {"description": "or none", "anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "boss"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "person": PERSON,
+    "all optional": {
+        "properties": {"a": {"type": "null"}, "b": {"const": 1}, "c": {"type": "null"}}
+    },
+    "named only": {"required": ["x", "y"]},
+    "map": {"type": "object", "additionalProperties": {"type": ["integer", "null"]}},
+    "nothing in it": {"type": "object", "additionalProperties": False},
+    "all of": {
+        "allOf": [
+            {"$ref": "#/$defs/base"},
+            {"properties": {"b": {"type": "boolean"}}, "required": ["b"]},
+        ],
+        "$defs": {"base": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    },
+    "the same property twice": {
+        "allOf": [
+            {"properties": {"a": {"type": "string"}}, "required": ["a"]},
+            {"properties": {"a": {"maxLength": 2}}},
+        ]
+    },
+    "a reference with more": {
+        "$ref": "#/$defs/base", "required": ["a"],
+        "$defs": {"base": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+    },
+    "what any of them has, too": {
+        "type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"],
+        "anyOf": [{"required": ["b"]}, {"properties": {"c": {"type": "boolean"}}}],
+    },
+    "tuple": {"prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False,
+              "type": "array"},
+    "tuple and more": {"prefixItems": [{"type": "null"}], "items": {"const": 1}, "minItems": 3,
+                       "maxItems": 4, "type": "array"},
+    "a short tuple": {"prefixItems": [{"type": "null"}, {"type": "null"}], "maxItems": 1,
+                      "type": "array"},
+    "no items": {"type": "array", "items": False},
+    "none of them": {"type": "array", "maxItems": 0},
+    "of a type": {"type": ["string", "integer"], "enum": [1, "1", 2.5, None, True]},
+    "escaped": {"enum": ["a\"b\\", "\n", {"k": [1, None]}, "\ud800"]},
+    "anything": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_any_walk_is_valid(name):
+    """Any way through a schema's grammar ends in a value that is valid by the schema."""
+    node = compile_schema(SCHEMAS[name], "schema", strict=True)
+    seen = set()
+    for seed in range(25):
+        written = walk(node, seed).decode()
+        jsonschema.validate(json.loads(written), SCHEMAS[name])
+        seen.add(json.dumps(json.loads(written)))
+    assert len(seen) > 1 or name.startswith(("n", "a short", "tuple"))
+
+
+def test_optional_properties():
+    """Properties may be left out unless they are required, and keep their order."""
+    node = compile_schema(PERSON, "schema")
+    good = ('{"name":"x","boss":null}', '{"name": "x", "age": 3, "boss": null}',
+            '{"name":"x","tags":["é","a"],"boss":{"name":"y","boss":null}}')  # fmt: skip
+    for written in good:
+        assert takes(node, written)
+    bad = ('{"name":"x"}', '{"boss":null}', '{"boss":null,"name":"x"}', "{}", "null",
+           '{"name":"","boss":null}', '{"name":"abcdef","boss":null}',
+           '{"name":"x","tags":[],"boss":null}', '{"name":"x","boss":null,"z":1}')  # fmt: skip
+    for written in bad:
+        assert not takes(node, written)
+
+
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"items": {"type": "text"}}, r'^here\.items\.type is "text"; there are string,'),
+    ({"type": []}, r"^here\.type is \[\]"),
+    ({"properties": {"a": {"$ref": "#/b"}}}, r'^here\.a\.\$ref is "#/b", which is not in'),
+    ({"$ref": ["x"]}, r"^here\.\$ref is \[\"x\"\]"),
+    ({"anyOf": []}, r"^here\.anyOf is not a list of at least one"),
+    ({"enum": [1], "type": "string"}, r"^here\.enum has no value of its type"),
+    ({"minLength": "1"}, r'^here\.minLength is "1"; expected 0 or more'),
+    ({"minItems": 2, "maxItems": 1}, r"^here\.maxItems is less than minItems"),
+    ({"properties": []}, r"^here\.properties is not an object"),
+    ({"required": [1]}, r"^here\.required is not a list of names"),
+    ({"items": [{}]}, r"^here\.items is \[\{\}\]; expected a JSON Schema"),
+    ({"allOf": [{"minLength": 1}, {"minLength": 2}]}, r"^here has two of minLength"),
+    ({"properties": {"a": {"pattern": "x"}}}, r"^here\.a\.pattern cannot be kept to; leave it out"),
+    ({"allOf": [{"$ref": "#"}, {"minLength": 1}]}, "nested too deeply, or holds itself in allOf"),
+])  # fmt: skip
+def test_schemas_that_are_refused(schema, words):
+    """What is no schema, or cannot be kept to, is refused by its place."""
+    with pytest.raises(UsageError, match=words):
+        compile_schema(schema, "here", strict=True)
+
+
+def test_what_is_passed_over():
+    """Unless it is strict, keywords that cannot be kept to are left to the model."""
+    assert takes(compile_schema({"type": "string", "pattern": "^a$"}, "here"), '"b"')
+
+
+def test_large_and_deep_schemas():
+    """A schema that means more than anyone can, or is too deep, is refused in good time."""
+    doubling: Any = {"type": "null"}
+    for _ in range(40):
+        doubling = {
+            "properties": {"a": doubling},
+            "anyOf": [{"required": ["a"]}, {"type": "object"}],
+        }
+    with pytest.raises(UsageError, match="has more than 20,000 parts"):
+        compile_schema(doubling, "here")
+    deep: Any = {"type": "null"}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(UsageError, match="nested too deeply"):
+        compile_schema(deep, "here")
+
+
+def test_a_grammar_that_leads_back_to_itself():
+    """A reference to itself adds nothing, and does not hang."""
+    loop = Ref()
+    loop.target = Alt((loop, text("x")))
+    assert takes(loop, "x") and not takes(loop, "")
+
+
+def test_too_many_ways(monkeypatch):
+    """A text that can be read in more ways than can be followed is an error, no hang."""
+    monkeypatch.setattr(grammar, "_MOST_WAYS", 100)
+    matcher = Matcher(Seq((text("x"), Alt(tuple(text(str(n)) for n in range(100))))))
+    with pytest.raises(SamplingError, match="too many ways"):
+        matcher.after(matcher.start, b"x")
+
+
+def test_counts():
+    """A part that comes two to three times; states that were met are the same objects."""
+    node = answer(Repeat(text("ab"), 2, 3))
+    assert [takes(node, "ab" * n) for n in range(5)] == [False, False, True, True, False]
+    matcher = Matcher(VALUE)
+    inside = matcher.after(matcher.start, b'"x')
+    assert matcher.after(inside, b"yz") is inside
