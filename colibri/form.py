@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,20 +64,18 @@ class Guide:
         if state not in self._masks:
             while len(self._masks) >= _MASKS:
                 del self._masks[next(iter(self._masks))]
-            mask = np.zeros(self._tokenizer.vocab_used, bool)
-            hopeful = [token for token in self._hopeful(state) if token < mask.size]
-            mask[[token for token in hopeful if self.after(state, token) is not None]] = True
-            self._masks[state] = mask
+            self._masks[state] = self._mask(state)
         return self._masks[state]
 
-    def _hopeful(self, state: State | Phase) -> Iterable[int]:
-        """Tokens among which are all that may come."""
+    def _mask(self, state: State | Phase) -> NDArray[np.bool_]:
         if isinstance(state, Phase):
-            return range(self._tokenizer.vocab_used)
-        found = [*self._stops, *(() if self._call is None else (self._call,))]
-        for byte in self._matcher.firsts(state):
-            found += self._tokenizer.by_first_byte.get(byte, ())
-        return found
+            mask = np.ones(self._tokenizer.vocab_used, bool)
+        else:
+            mask = self._tokenizer.vocabulary.mask(self._matcher, state)
+        for token in (*self._stops, self._call):
+            if token is not None and token < mask.size:
+                mask[token] = self.after(state, token) is not None
+        return mask
 
 
 class FormSampler(Sampler):

@@ -147,13 +147,23 @@ class Matcher:
         for byte in data:
             if not state:
                 break
-            key = state, byte
-            if key not in self._steps:
-                self._steps[key] = self._heads(
-                    way.rest for way in state if way and byte in way.node.bytes
-                )
-            state = self._steps[key]
+            state = self._steps.get((state, byte)) or self._step(state, byte)
         return state
+
+    def taken(self, state: State, data: bytes) -> int:
+        """How many bytes of `data` may come."""
+        for at, byte in enumerate(data):
+            state = self._steps.get((state, byte)) or self._step(state, byte)
+            if not state:
+                return at
+        return len(data)
+
+    def _step(self, state: State, byte: int) -> State:
+        key = state, byte
+        if key not in self._steps:
+            rests = [way.rest for way in state if way and byte in way.node.bytes]
+            self._steps[key] = self._heads(rests)
+        return self._steps[key]
 
     def firsts(self, state: State) -> set[int]:
         """The bytes that may come next."""

@@ -23,6 +23,7 @@ import tokenizers
 from colibri.errors import ConfigError, TokenizerError
 from colibri.state import checksum
 from colibri.strictjson import parse_object
+from colibri.vocabulary import Vocabulary
 
 EOS_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _MAX_ID = 1 << 24  # a corrupt id must not size a table
@@ -238,13 +239,9 @@ class Tokenizer:
         return [b"" if i in added else data for i, data in enumerate(self._all)]
 
     @cached_property
-    def by_first_byte(self) -> dict[int, list[int]]:
-        """Ids of the tokens that text may consist of, by their first bytes."""
-        found: dict[int, list[int]] = {}
-        for token, data in enumerate(self.text_bytes):
-            if data:
-                found.setdefault(data[0], []).append(token)
-        return found
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that text may consist of, for grammars."""
+        return Vocabulary(self.text_bytes)
 
     def token_bytes(self, token: int, show_special: bool = False) -> bytes:
         """The bytes a token stands for; empty for hidden special tokens and unknown ids."""

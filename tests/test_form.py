@@ -13,12 +13,13 @@ from colibri.answer import Prompt
 from colibri.cli import main
 from colibri.engine import Engine
 from colibri.form import FormSampler, Guide, Phase
-from colibri.grammar import Node
+from colibri.grammar import Matcher, Node, text
 from colibri.json_grammar import OBJECT, answer
 from colibri.knobs import Settings
 from colibri.sampling import Sampler, SamplingParams
 from colibri.schema import compile_schema
 from colibri.tokenizer import Tokenizer
+from colibri.vocabulary import Vocabulary
 
 ASKED = [{"role": "user", "content": "Tell me about a fox, as JSON."}]
 SCHEMA = {
@@ -56,8 +57,8 @@ def say(engine: Engine, form: Node | None, most: int = 200, **knobs: str) -> tup
     engine.slot = engine.new_slot()
     params = SamplingParams(temperature=float(given.get("temperature", 1)), seed=11)
     turn = engine.answer(replace(engine.chat(ASKED), form=form), sampling=params, max_tokens=most)
-    text = "".join(piece.text for piece in turn)
-    return text, turn.finish_reason
+    said = "".join(piece.text for piece in turn)
+    return said, turn.finish_reason
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
@@ -73,8 +74,8 @@ def test_any_drafts_give_the_same_valid_answer(engine, temperature):
 
 def test_any_object(engine):
     """Without a schema the answer is an object."""
-    text, reason = say(engine, answer(OBJECT), temperature="0")
-    assert reason == "stop" and isinstance(json.loads(text), dict)
+    said, reason = say(engine, answer(OBJECT), temperature="0")
+    assert reason == "stop" and isinstance(json.loads(said), dict)
 
 
 def test_a_limit_cuts(engine):
@@ -93,8 +94,8 @@ def test_no_logits_break_the_form(tokenizer, temperature, seed):
     while not ids or ids[-1] not in tokenizer.eos_ids:
         logits = 3 * chance.standard_normal(tokenizer.vocab_used + 8, np.float32)
         ids.append(sampler.pick(logits, 100 + len(ids)))
-    text = b"".join(tokenizer.text_bytes[i] for i in ids).decode()
-    jsonschema.validate(json.loads(text), SCHEMA)
+    said = b"".join(tokenizer.text_bytes[i] for i in ids).decode()
+    jsonschema.validate(json.loads(said), SCHEMA)
 
 
 def test_what_may_come_is_picked_as_ever(tokenizer):
@@ -158,6 +159,15 @@ def test_masks_are_the_steps(tokenizer):
         for at in range(0, mask.size, 7):
             assert mask[at] == (follows.after(state, at) is not None)
         assert mask.any()
+
+
+def test_the_last_bytes():
+    """Tokens are passed over by their beginnings, to the last byte there is."""
+    table = [b"\xff", b"\xff\xff", b"", b"\xfe\xff", b"\xfe\xffa", b"a", b"ab"]
+    for data, allowed in ((b"\xff\xff", [0, 1]), (b"\xfe\xffb", [3]), (b"ac", [5]), (b"z", [])):
+        matcher = Matcher(text(data))
+        found = Vocabulary(table).mask(matcher, matcher.start)
+        assert np.flatnonzero(found).tolist() == allowed
 
 
 def test_prompts_say_what_form(engine):
