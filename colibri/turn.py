@@ -15,6 +15,7 @@ from colibri.ledger import Ledger
 from colibri.sampling import Sampler
 from colibri.speculation import Limits, spec_decode
 from colibri.stats import ERROR, INTERRUPTED, STOP, Receipt
+from colibri.verification import Mode
 
 if TYPE_CHECKING:
     from colibri.engine import Engine, Slot
@@ -211,7 +212,7 @@ class Turn:
             seed=self.sampler.seed,
             max_tokens=self.max_tokens,
             drafter=self._drafter.name if self._drafter else None,
-            mode=engine.settings.mode,
+            mode=Mode.COUPLED.value if self.sampler.follows else engine.settings.mode,
             finish_reason=self.finish_reason,
             ledger=self._ledger,
             peak_bytes=stats.peak_bytes(),

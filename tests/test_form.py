@@ -161,6 +161,15 @@ def test_masks_are_the_steps(tokenizer):
         assert mask.any()
 
 
+def test_the_receipt_tells_the_rule(engine):
+    """A form is verified as in coupled, whatever the setting, and the receipt says so."""
+    engine.settings = Settings.resolve({"mode": "rejection"}, {})
+    for form, mode in ((FORM, "coupled"), (None, "rejection")):
+        turn = engine.answer(replace(engine.chat(ASKED), form=form), max_tokens=2)
+        list(turn)
+        assert turn.receipt.mode == mode
+
+
 def test_the_last_bytes():
     """Tokens are passed over by their beginnings, to the last byte there is."""
     table = [b"\xff", b"\xff\xff", b"", b"\xfe\xff", b"\xfe\xffa", b"a", b"ab"]
