@@ -118,18 +118,18 @@ def test_reasoning_apart(agent, client, monkeypatch, thinking, stream):
 
 
 def test_agent_request(agent, client):
-    """5,000 tokens of instructions, tools, calls and results: read, answered, read again fast."""
-    messages = history(2)
+    """Thousands of tokens of instructions, tools and results: read, answered, read again fast."""
+    messages = history(1)
     asked = {"model": MODEL, "messages": messages, "tools": TOOLS, "tool_choice": "auto",
              "parallel_tool_calls": True, "temperature": 0, "max_tokens": 24}  # fmt: skip
     first = client.chat.completions.create(**asked)
-    assert 5_000 < first.usage.prompt_tokens < 6_000 and first.usage.completion_tokens > 0
+    assert 3_000 < first.usage.prompt_tokens < 4_500 and first.usage.completion_tokens > 0
     again = client.chat.completions.create(**asked, stream=True)
     text = "".join(said(c.choices[0].delta) for c in again)
     assert text == said(first.choices[0].message)
     follow = [*messages, {"role": "assistant", "content": "Done."}, *STORY]
     third = client.chat.completions.create(**(asked | {"messages": follow, "max_tokens": 1}))
-    assert third.usage.prompt_tokens_details.cached_tokens > 5_000
+    assert third.usage.prompt_tokens_details.cached_tokens > 3_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
