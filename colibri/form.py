@@ -11,6 +11,7 @@ from colibri.grammar import Matcher, Node, State
 from colibri.sampling import Sampler, SamplingParams
 from colibri.tokenizer import Tokenizer
 
+_END = State((None,))
 _MASKS = 32  # states whose masks are kept: of 151,552 tokens a mask takes 150 kB
 
 
@@ -107,3 +108,7 @@ class FormSampler(Sampler):
             assert after is not None
         self._states[position + 1] = after
         return token
+
+    def over(self, position: int) -> bool:
+        """See Sampler."""
+        return self._states.get(position) == _END

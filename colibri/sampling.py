@@ -186,6 +186,10 @@ class Sampler:
                 shortest, winner = wait, at
         return int(ids[winner])
 
+    def over(self, position: int) -> bool:
+        """Whether nothing but an end may come at `position`, so that nobody need be asked."""
+        return False
+
     def accept(self, probability: float, position: int, purpose: Purpose = Purpose.ACCEPT) -> bool:
         """Whether a draft for `position` stands: true with this probability (1 is always)."""
         return noise.uniform(self.seed, position, purpose) < probability

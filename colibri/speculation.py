@@ -45,8 +45,8 @@ def spec_decode(
     it is picked. So while the caller holds a block, the block's last token is pending: picked, not
     yet run; `session.tokens` is the prompt and everything yielded but that token. (Where a stop
     follows among accepted drafts all of the block has been run.) A stop is never yielded, run or
-    counted; after "stop" nothing is pending. Cancelled, or any error of the core, leaves the same
-    state: nothing is in the caches that was not yielded.
+    counted; after "stop" nothing is pending, unless the sampler knew that it was over. Cancelled,
+    or any error of the core, leaves the same state: nothing is in the caches that was not yielded.
 
     With depth None nothing is drafted, but the MTP cache can still catch up with the text.
     """
@@ -61,7 +61,7 @@ def spec_decode(
                 turn.commit(block)
                 yield block
                 ledger.enter(PICK)
-            if stopped:
+            if stopped or turn.over:
                 return "stop"
             if turn.room > 0:
                 block = turn.step(turn.draft())
@@ -99,6 +99,11 @@ class _Turn:
     def __exit__(self, *_: object) -> None:
         if not self.session.freed:  # at exit the collector may get to it before this loop
             self.ledger.end()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing may follow the pending token."""
+        return self.sampler.over(self.session.length + 1)
 
     def first(self, logits: NDArray[np.float32]) -> list[int]:
         """The first token, which the prompt alone decides."""

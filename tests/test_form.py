@@ -72,6 +72,14 @@ def test_any_drafts_give_the_same_valid_answer(engine, temperature):
         assert say(engine, FORM, temperature=temperature, **knobs)[0] == plain, knobs
 
 
+def test_nothing_is_run_for_the_end(engine):
+    """Where nothing may follow, the model is not asked: its last token is picked and never run."""
+    engine.settings, engine.slot = Settings.resolve({"draft": "0"}, {}), engine.new_slot()
+    turn = engine.answer(replace(engine.chat(ASKED), form=FORM), max_tokens=200)
+    assert json.loads("".join(piece.text for piece in turn)) and turn.finish_reason == "stop"
+    assert turn.session.tokens == [*turn.prompt.ids, *turn.token_ids[:-1]]
+
+
 def test_any_object(engine):
     """Without a schema the answer is an object."""
     said, reason = say(engine, answer(OBJECT), temperature="0")
