@@ -18,6 +18,7 @@
 
 #define CLB_LANES_NATIVE
 typedef __m512 lanes;
+#define CLB_CHAINS 8 /* two units of latency 4 */
 #define CLB_DPBUSD _mm256_dpbusd_epi32
 #include "x86.h"
 

@@ -10,6 +10,14 @@
 #define CLB_F16_ONE clb_f16_float
 #endif
 
+#ifndef CLB_CHAINS /* lanes that add up side by side: enough to hide the latency of an fma */
+#define CLB_CHAINS 4
+#endif
+
+#ifndef CLB_INLINE /* a test defines it: compiled twenty times as soon */
+#define CLB_INLINE static inline __attribute__((always_inline))
+#endif
+
 #ifdef __clang__
 #define CLB_EACH _Pragma("clang loop vectorize(assume_safety)")
 #else /* element i never reads what another element wrote, even when y is x */
@@ -118,28 +126,31 @@ static inline float dot_lanes(const float *a, const float *b, int64_t n) {
     return lanes_fold(acc);
 }
 
-/* out[i] = dot(a[i], b) for four i: they share the loads of b and hide each other's latency; each
-   keeps its own lanes. */
-static inline void dot_four(const float *const *a, const float *b, int64_t n, float *out) {
-    lanes acc[4] = {lanes_zero(), lanes_zero(), lanes_zero(), lanes_zero()};
+/* out[i] = dot(a[i], b) for i < count, a constant: they share the loads of b and hide each other's
+   latency; each keeps its own lanes. */
+CLB_INLINE void dot_some(const float *const *a, const float *b, int64_t n, float *out, int count) {
+    lanes acc[CLB_CHAINS];
     int64_t i = 0;
+    for (int k = 0; k < count; k++)
+        acc[k] = lanes_zero();
     for (; i + CLB_LANES <= n; i += CLB_LANES) {
         lanes shared = lanes_load(b + i);
-        acc[0] = lanes_fma(lanes_load(a[0] + i), shared, acc[0]);
-        acc[1] = lanes_fma(lanes_load(a[1] + i), shared, acc[1]);
-        acc[2] = lanes_fma(lanes_load(a[2] + i), shared, acc[2]);
-        acc[3] = lanes_fma(lanes_load(a[3] + i), shared, acc[3]);
+        for (int k = 0; k < count; k++)
+            acc[k] = lanes_fma(lanes_load(a[k] + i), shared, acc[k]);
     }
-    for (int k = 0; k < 4 && i < n; k++)
+    for (int k = 0; k < count && i < n; k++)
         acc[k] = lanes_fma_tail(a[k] + i, b + i, n - i, acc[k]);
-    lanes_fold_four(acc, out);
+    for (int k = 0; k < count; k += 4)
+        lanes_fold_four(acc + k, out + k);
 }
 
 static inline void dots_all(const float *const *a, int64_t count, const float *b, int64_t n,
                             float *out) {
     int64_t i = 0;
-    for (; i + 4 <= count; i += 4)
-        dot_four(a + i, b, n, out + i);
+    for (; i + CLB_CHAINS <= count; i += CLB_CHAINS)
+        dot_some(a + i, b, n, out + i, CLB_CHAINS);
+    for (; CLB_CHAINS > 4 && i + 4 <= count; i += 4)
+        dot_some(a + i, b, n, out + i, 4);
     for (; i < count; i++)
         out[i] = dot_lanes(a[i], b, n);
 }
@@ -228,23 +239,29 @@ static inline void axpy_all(float a, const float *x, float *y, int64_t n) {
         y[i] = __builtin_fmaf(a, x[i], y[i]);
 }
 
-/* One axpy after another, with 64 outputs at a time in registers. */
+/* One axpy after another for the 16 * wide outputs from i on, which stay in registers; wide is a
+   constant. */
+CLB_INLINE void axpys_some(const float *a, const float *const *x, int64_t count, int64_t i,
+                           float *y, int wide) {
+    lanes acc[CLB_CHAINS];
+    for (int l = 0; l < wide; l++)
+        acc[l] = lanes_load(y + i + l * CLB_LANES);
+    for (int64_t k = 0; k < count; k++) {
+        lanes factor = lanes_splat(a + k);
+        for (int l = 0; l < wide; l++)
+            acc[l] = lanes_fma(factor, lanes_load(x[k] + i + l * CLB_LANES), acc[l]);
+    }
+    for (int l = 0; l < wide; l++)
+        lanes_store(y + i + l * CLB_LANES, acc[l]);
+}
+
 static inline void axpys_all(const float *a, const float *const *x, int64_t count, float *y,
                              int64_t n) {
     int64_t i = 0;
-    for (; i + 4 * CLB_LANES <= n; i += 4 * CLB_LANES) {
-        lanes acc[4] = {lanes_load(y + i), lanes_load(y + i + 16), lanes_load(y + i + 32),
-                        lanes_load(y + i + 48)};
-        for (int64_t k = 0; k < count; k++) {
-            lanes factor = lanes_splat(a + k);
-            acc[0] = lanes_fma(factor, lanes_load(x[k] + i), acc[0]);
-            acc[1] = lanes_fma(factor, lanes_load(x[k] + i + 16), acc[1]);
-            acc[2] = lanes_fma(factor, lanes_load(x[k] + i + 32), acc[2]);
-            acc[3] = lanes_fma(factor, lanes_load(x[k] + i + 48), acc[3]);
-        }
-        for (int l = 0; l < 4; l++)
-            lanes_store(y + i + l * CLB_LANES, acc[l]);
-    }
+    for (; i + CLB_CHAINS * CLB_LANES <= n; i += CLB_CHAINS * CLB_LANES)
+        axpys_some(a, x, count, i, y, CLB_CHAINS);
+    for (; CLB_CHAINS > 4 && i + 4 * CLB_LANES <= n; i += 4 * CLB_LANES)
+        axpys_some(a, x, count, i, y, 4);
     for (int64_t k = 0; k < count; k++)
         axpy_all(a[k], x[k] + i, y + i, n - i);
 }
@@ -314,14 +331,15 @@ static inline void index_scores_all(const float *q, const float *weight, int64_t
                                     int64_t dim, const float *keys, int64_t first, int64_t last,
                                     float *out) {
     int64_t s = first;
-    for (; s + 4 <= last; s += 4) {
-        const float *key = keys + s * dim, *const at[] = {key, key + dim, key + 2 * dim,
-                                                          key + 3 * dim};
-        float acc[4] = {0}, four[4];
+    for (; s + CLB_CHAINS <= last; s += CLB_CHAINS) {
+        const float *at[CLB_CHAINS];
+        float acc[CLB_CHAINS] = {0}, found[CLB_CHAINS];
+        for (int k = 0; k < CLB_CHAINS; k++)
+            at[k] = keys + (s + k) * dim;
         for (int64_t m = 0; m < heads; m++) {
-            dot_four(at, q + m * dim, dim, four);
-            for (int k = 0; k < 4; k++)
-                acc[k] = __builtin_fmaf(weight[m], relu_one(four[k]), acc[k]);
+            dot_some(at, q + m * dim, dim, found, CLB_CHAINS);
+            for (int k = 0; k < CLB_CHAINS; k++)
+                acc[k] = __builtin_fmaf(weight[m], relu_one(found[k]), acc[k]);
         }
         memcpy(out + (s - first), acc, sizeof acc);
     }

@@ -5,9 +5,6 @@
 #define CLB_TILES_H
 #include "numerics.h"
 
-#ifndef CLB_INLINE /* a test defines it: compiled twenty times as soon */
-#define CLB_INLINE static inline __attribute__((always_inline))
-#endif
 #define CLB_APART static __attribute__((noinline)) /* one copy, and registers of its own */
 #ifdef __clang__
 #define CLB_UNROLL _Pragma("unroll")
