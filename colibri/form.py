@@ -12,6 +12,7 @@ from colibri.sampling import Sampler, SamplingParams
 from colibri.tokenizer import Tokenizer
 
 _END = State((None,))
+_KEPT = 64  # latest positions whose states are kept: more than any depth of drafts
 _MASKS = 32  # states whose masks are kept: of 151,552 tokens a mask takes 150 kB
 
 
@@ -44,6 +45,10 @@ class Guide:
         self._close = tokenizer.id_of("</think>")
         self._masks: dict[State | Phase, NDArray[np.bool_]] = {}
         self.start: State | Phase = Phase.REASONING if reasons else self._matcher.start
+
+    def refresh(self) -> None:
+        """Before each pick; see Matcher."""
+        self._matcher.refresh()
 
     def after(self, state: State | Phase, token: int) -> State | Phase | None:
         """Where a token leads; None: it may not come here."""
@@ -98,6 +103,7 @@ class FormSampler(Sampler):
         """See Sampler. Position by position: a later pick at a position takes the former's place,
         as those of the verifier take the drafter's."""
         guide = self._guide
+        guide.refresh()
         state = self._states[position] if self._states else guide.start
         token = super().pick(logits, position)
         after = guide.after(state, token)
@@ -106,6 +112,7 @@ class FormSampler(Sampler):
             token = super().pick(row, position)
             after = guide.after(state, token)
             assert after is not None
+        self._states.pop(position - _KEPT, None)
         self._states[position + 1] = after
         return token
 

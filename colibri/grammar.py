@@ -7,8 +7,11 @@ set-of-stacks method of recognisers for ambiguous grammars; Lang, ICALP 1974.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 
 from colibri.errors import SamplingError
 
@@ -20,12 +23,23 @@ class Node:
         """The ways to get through this node and then `rest`."""
         raise NotImplementedError
 
+    def parts_of(self) -> Iterable[Node]:
+        """All nodes in it."""
+        return ()
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        """Groups of nodes: it can be gone through where all of some group can be."""
+        return ((),)
+
 
 @dataclass(frozen=True, eq=False)
 class OneOf(Node):
     """One byte of a set."""
 
     bytes: frozenset[int]
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return ((),) if self.bytes else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +49,27 @@ class Seq(Node):
     parts: tuple[Node, ...]
 
     def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
-        for part in reversed(self.parts):
-            rest = matcher.way(part, rest)
-        return [rest]
+        return [matcher.along(self, 0, rest)]
+
+    def parts_of(self) -> Iterable[Node]:
+        return self.parts
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return (self.parts,)
 
 
 @dataclass(frozen=True, eq=False)
+class Later(Node):
+    """A Seq from one of its parts on: a long one is taken apart no further than a text goes."""
+
+    seq: Seq
+    at: int
+
+    def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
+        return [matcher.along(self.seq, self.at, rest)]
+
+
+@dataclass(eq=False)
 class Alt(Node):
     """Any one of its options."""
 
@@ -49,8 +78,35 @@ class Alt(Node):
     def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
         return [matcher.way(option, rest) for option in self.options]
 
+    def parts_of(self) -> Iterable[Node]:
+        return self.options
 
-@dataclass(frozen=True, eq=False)
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return ((option,) for option in self.options)
+
+
+@dataclass(eq=False)
+class Words(Node):
+    """One of some texts, in order, which are all alike before `at`: few ways, however many."""
+
+    texts: Sequence[bytes]
+    at: int = 0
+
+    @cached_property
+    def _nexts(self) -> list[tuple[OneOf, Words]]:
+        longer = (text for text in self.texts if len(text) > self.at)
+        groups = groupby(longer, key=lambda text: text[self.at])
+        return [(_BYTES[byte], Words(list(group), self.at + 1)) for byte, group in groups]
+
+    def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
+        found = [matcher.way(byte, matcher.way(words, rest)) for byte, words in self._nexts]
+        return [rest, *found] if len(self.texts[0]) == self.at else [*found]
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return ((),) if self.texts else ()
+
+
+@dataclass(eq=False)
 class Repeat(Node):
     """A part that is not empty, `least` to `most` times; most None: without end."""
 
@@ -68,6 +124,12 @@ class Repeat(Node):
             found.append(matcher.way(self.part, matcher.way(fewer, rest)))
         return found
 
+    def parts_of(self) -> Iterable[Node]:
+        return (self.part,)
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return ((self.part,) if self.least else (),)
+
 
 @dataclass(eq=False)
 class Ref(Node):
@@ -79,10 +141,20 @@ class Ref(Node):
         assert self.target is not None
         return [matcher.way(self.target, rest)]
 
+    def parts_of(self) -> Iterable[Node]:
+        assert self.target is not None
+        return (self.target,)
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return (self.parts_of(),)
+
 
 _MOST_WAYS = 50_000  # that a text may be going at once
+_MOST_WORK = 1_000_000  # ways looked at for one token: a second or two
+_MOST_KNOWN = 300_000  # remembered at once: some 100 MB
 _BYTES = [OneOf(frozenset((byte,))) for byte in range(256)]
 EMPTY = Seq(())
+NEVER = OneOf(frozenset())
 
 
 def text(data: str | bytes) -> Seq:
@@ -122,11 +194,24 @@ class Matcher:
     root: Node
     _known: dict[tuple[Node, Way | None], Way] = field(default_factory=dict)
     _repeats: dict[tuple[Node, int, int | None], Repeat] = field(default_factory=dict)
+    _laters: dict[tuple[Seq, int], Later] = field(default_factory=dict)
     _states: dict[State, State] = field(default_factory=dict)
     _steps: dict[tuple[State, int], State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._work = 0
         self.start = self._heads([self.way(self.root, None)])
+
+    def refresh(self) -> None:
+        """Before each token: there may be as much work again, and memory stays bounded.
+
+        What is met anew after all was forgotten is another object, but leads the same ways.
+        """
+        self._work = 0
+        if len(self._known) + len(self._steps) > _MOST_KNOWN:
+            for memory in (self._known, self._repeats, self._laters, self._states, self._steps):
+                memory.clear()
+            self._states[self.start] = self.start
 
     def way(self, node: Node, rest: Way | None) -> Way:
         """The one Way of these two."""
@@ -134,6 +219,16 @@ class Matcher:
         if key not in self._known:
             self._known[key] = Way(node, rest)
         return self._known[key]
+
+    def along(self, seq: Seq, at: int, rest: Way | None) -> Way | None:
+        """The way through a Seq from its part `at` on."""
+        left = len(seq.parts) - at
+        if left > 1:
+            key = seq, at + 1
+            if key not in self._laters:
+                self._laters[key] = Later(seq, at + 1)
+            rest = self.way(self._laters[key], rest)
+        return self.way(seq.parts[at], rest) if left else rest
 
     def repeat(self, part: Node, least: int, most: int | None) -> Repeat:
         """The one Repeat of these."""
@@ -177,11 +272,44 @@ class Matcher:
             if way in seen:
                 continue
             seen.add(way)
-            if len(seen) > _MOST_WAYS:
+            if len(seen) > _MOST_WAYS or self._work + len(seen) > _MOST_WORK:
                 raise SamplingError("the form can be read in too many ways; make it simpler")
             if way is None or isinstance(way.node, OneOf):
                 found.add(way)
             else:
                 todo += way.node.ways(self, way.rest)
+        self._work += len(seen)
         state = State(found)
         return self._states.setdefault(state, state)
+
+
+def prune(root: Node) -> bool:
+    """Take out of a grammar what never comes to an end; False where nothing is left."""
+    nodes, todo = {root}, [root]
+    while todo:
+        new = {part for part in todo.pop().parts_of() if part not in nodes}
+        nodes |= new
+        todo += new
+    ending = _ending(nodes)
+    for node in nodes:
+        if isinstance(node, Alt) and not ending.issuperset(node.options):
+            node.options = tuple(option for option in node.options if option in ending)
+        elif isinstance(node, Repeat) and node.part not in ending:
+            node.most = 0
+    return root in ending
+
+
+def _ending(nodes: Iterable[Node]) -> set[Node]:
+    """Those that some text gets through. Each group of needs waits for one node at a time."""
+    ending: set[Node] = set()
+    waiting: dict[Node, list[tuple[Node, Iterator[Node]]]] = {}
+    todo = deque((node, iter(group)) for node in nodes for group in node.needs())
+    while todo:
+        node, left = todo.popleft()
+        lacking = next((part for part in left if part not in ending), None)
+        if lacking is not None:
+            waiting.setdefault(lacking, []).append((node, left))
+        elif node not in ending:
+            ending.add(node)
+            todo += waiting.pop(node, ())
+    return ending

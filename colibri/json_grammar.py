@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from colibri.grammar import EMPTY, Alt, Node, Ref, Repeat, Seq, maybe, one_of, text
+from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, Words, maybe, one_of, text
 
 _DIGITS = 15  # of a number: more than a double holds would be lost
 
@@ -40,12 +40,16 @@ NUMBER = Seq((INTEGER, maybe(_FRACTION), maybe(_EXPONENT)))
 COMMA = Seq((text(","), SPACE))
 
 
-def literal(value: Any) -> Node:
-    """Exactly this value."""
+def literal(*values: Any) -> Node:
+    """Exactly one of these values."""
+    return Words(sorted({_written(value) for value in values})) if values else NEVER
+
+
+def _written(value: Any) -> bytes:
     try:
-        return text(json.dumps(value, ensure_ascii=False))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        return text(json.dumps(value))
+        return json.dumps(value).encode()
 
 
 def string(least: int = 0, most: int | None = None) -> Node:

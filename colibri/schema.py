@@ -108,7 +108,7 @@ class _Compiler:
         values = [v for v in _list(schema, "enum", where) if not kinds or _kinds_of(v) & {*kinds}]
         if not values:
             raise UsageError(f"{where}.enum has no value of its type")
-        return Alt(tuple(literal(value) for value in values))
+        return literal(*values)
 
     def _typed(self, schema: Mapping[str, Any], where: str) -> Node:
         kinds = self._kinds(schema, where) or _implied(schema)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from colibri import grammar
 from colibri.errors import SamplingError, UsageError
-from colibri.grammar import Alt, Matcher, Node, Ref, Repeat, Seq, text
-from colibri.json_grammar import NUMBER, OBJECT, VALUE, answer
+from colibri.grammar import NEVER, Alt, Matcher, Node, Ref, Repeat, Seq, text
+from colibri.json_grammar import NUMBER, OBJECT, VALUE, answer, literal
 from colibri.schema import compile_schema
 
 
@@ -217,6 +217,52 @@ def test_too_many_ways(monkeypatch):
     matcher = Matcher(Seq((text("x"), Alt(tuple(text(str(n)) for n in range(100))))))
     with pytest.raises(SamplingError, match="too many ways"):
         matcher.after(matcher.start, b"x")
+
+
+def test_too_much_work_for_one_token(monkeypatch):
+    """A token may take so much work; the next one may as much again."""
+    monkeypatch.setattr(grammar, "_MOST_WORK", 100)
+    matcher = Matcher(Repeat(text("x"), 0, 1000))
+    state = matcher.after(matcher.start, b"x" * 10)
+    matcher.refresh()
+    state = matcher.after(state, b"x" * 10)
+    with pytest.raises(SamplingError, match="too many ways"):
+        matcher.after(state, b"x" * 100)
+
+
+def test_memory_is_bounded(monkeypatch):
+    """What a long text leads to is forgotten in time, and nothing is different for it."""
+    monkeypatch.setattr(grammar, "_MOST_KNOWN", 300)
+    matcher = Matcher(answer(compile_schema({"type": "string", "maxLength": 2000}, "here")))
+    state = matcher.after(matcher.start, b'"')
+    for _ in range(2000):
+        matcher.refresh()
+        state = matcher.after(state, b"x")
+        assert len(matcher._known) + len(matcher._steps) < 400
+    assert matcher.firsts(state) == set(b'"') and matcher.after(matcher.start, b'"')
+
+
+def test_many_or_long_words():
+    """Lists of words are followed letter by letter, and long texts no further than they came."""
+    words = [f"word {n}" for n in range(5000)] + ["", "word", "x" * 100_000]
+    matcher = Matcher(literal(*words))
+    state = matcher.after(matcher.start, b'"wor')
+    assert len(state) == 1 and matcher.firsts(state) == set(b"d")
+    assert takes(matcher.root, '"word 4999"') and takes(matcher.root, '""')
+    assert not takes(matcher.root, '"wor"') and not takes(matcher.root, '"word 5000"')
+    long = Matcher(text("x" * 100_000))
+    assert len(long._known) < 10 and None in long.after(long.start, b"x" * 100_000)
+
+
+def test_what_never_ends_is_taken_out():
+    """Options that lead nowhere, or round and round, are none; without any there is no grammar."""
+    loop = Ref()
+    loop.target = Seq((text("("), loop, text(")")))
+    node = Alt((text("x"), Seq((text("y"), loop)), NEVER, Repeat(Seq((text("z"), loop)))))
+    assert grammar.prune(node) and takes(node, "x") and takes(node, "")
+    matcher = Matcher(node)
+    assert matcher.firsts(matcher.start) == set(b"x")
+    assert not grammar.prune(loop) and not grammar.prune(Repeat(loop, 1))
 
 
 def test_counts():
