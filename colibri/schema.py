@@ -6,12 +6,12 @@ others.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 from colibri.errors import UsageError
-from colibri.grammar import EMPTY, Alt, Node, Ref, Repeat, Seq, text
+from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, prune, text
 from colibri.json_grammar import (
     COMMA,
     INTEGER,
@@ -23,188 +23,124 @@ from colibri.json_grammar import (
     literal,
     string,
 )  # fmt: skip
+from colibri.schema_parts import NOTES, Parts, kinds, values
 
-# What says nothing of a value.
-_NOTES = frozenset(
-    ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default",
-     "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
-)  # fmt: skip
-_KEPT = frozenset(
-    ("$ref", "type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "required",
-     "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "minLength",
-     "maxLength")
-)  # fmt: skip
-_MOST_PARTS = 20_000  # of a schema, those meant twice counted twice: more is a mistake, or malice
+_ENTRY = 50  # looks that a property's nodes take as long as
 
 
 def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     """The grammar of a JSON Schema; UsageError, by its place under `where`, for what has none.
 
     What cannot be kept to (`pattern`, `minimum`, `format`..) is refused if `strict`, else passed
-    over, and so are two of one keyword where only one can be (`oneOf` is taken as `anyOf`).
+    over, and `oneOf` is then taken as `anyOf` where more than one of it may hold.
     """
     try:
-        return _Compiler(schema, strict).node(schema, where)
+        node = _Compiler(schema, strict).node(schema, where)
     except RecursionError:
         raise UsageError(f"{where} is nested too deeply, or holds itself in allOf") from None
+    if not prune(node):
+        raise UsageError(f"{where} allows no value, or none that ever ends")
+    return node
 
 
 class _Compiler:
     """One schema's grammar in the making."""
 
     def __init__(self, root: Any, strict: bool) -> None:
-        self._root, self._strict = root, strict
-        self._refs: dict[str, Ref] = {}
-        self._parts = 0
-        self._types: dict[str, Callable[[Mapping[str, Any], str], Node]] = {
+        self._parts, self._strict = Parts(root, strict), strict
+        self._made: dict[int, tuple[Any, Node]] = {}  # by the identity of what it is made of
+        self._types = {
             "string": self._text,
             "integer": lambda schema, where: INTEGER,
             "number": lambda schema, where: NUMBER,
-            "boolean": lambda schema, where: Alt((text("true"), text("false"))),
-            "null": lambda schema, where: text("null"),
+            "boolean": lambda schema, where: literal(True, False),
+            "null": lambda schema, where: literal(None),
             "object": self._object,
             "array": self._items,
         }
 
     def node(self, schema: Any, where: str) -> Node:
         """The grammar of a schema or of a part of one."""
-        self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise UsageError(f"{where} has more than {_MOST_PARTS:,} parts")
-        if schema is True:
-            return VALUE
-        if not isinstance(schema, Mapping):
-            raise UsageError(f"{where} is {json.dumps(schema)[:80]}; expected a JSON Schema")
-        if self._strict:
-            unkept = sorted(set(schema) - _NOTES - _KEPT)
-            if unkept:
-                raise UsageError(f"{where}.{unkept[0]} cannot be kept to; leave it out")
-        if "$ref" in schema:
-            own = {key: value for key, value in schema.items() if key != "$ref"}
-            if _says_nothing(own):
-                return self._ref(schema["$ref"], where)
-            return self.node(self._merged([own, {"$ref": schema["$ref"]}], where), where)
-        if "const" in schema:
-            return literal(schema["const"])
-        if "enum" in schema:
-            return self._enum(schema, where)
+        if isinstance(schema, bool):
+            return VALUE if schema else NEVER
+        if id(schema) not in self._made:
+            ref = Ref()
+            self._made[id(schema)] = schema, ref  # for what it holds of itself
+            ref.target = self._node(schema, where)
+            self._made[id(schema)] = schema, ref.target
+        return self._made[id(schema)][1]
+
+    def _node(self, schema: Mapping[str, Any], where: str) -> Node:
+        if isinstance(schema, Mapping) and "$ref" in schema and _says_only(schema, "$ref"):
+            return self.node(self._parts.find(schema["$ref"], where), f"{where}.$ref")
+        flat = self._parts.flat(schema, where)
+        if isinstance(flat, bool):
+            return self.node(flat, where)
+        given = values(flat)
+        if given is not None:
+            return self._literals(given, flat, where)
         for name in ("anyOf", "oneOf"):
-            if name in schema:
-                own = {key: value for key, value in schema.items() if key != name}
-                options = enumerate(_list(schema, name, where))
-                return Alt(
-                    tuple(
-                        self.node(self._merged([own, option], where), f"{where}.{name}[{i}]")
-                        for i, option in options
+            if name in flat:
+                return self._any(flat, name, where)
+        named = kinds(flat) or _implied(flat)
+        return Alt(tuple(self._types[kind](flat, where) for kind in named)) if named else VALUE
+
+    def _literals(self, given: list[Any], flat: Mapping[str, Any], where: str) -> Node:
+        rest = {name: value for name, value in flat.items() if name not in ("enum", "const")}
+        if rest:
+            given = [value for value in given if self._parts.valid(value, rest, where)]
+        self._parts.look(len(given), where)
+        try:
+            return literal(*given)
+        except ValueError:
+            raise UsageError(f"{where} lists a number that JSON cannot hold") from None
+
+    def _any(self, flat: Mapping[str, Any], name: str, where: str) -> Node:
+        options = flat[name]
+        own = {key: value for key, value in flat.items() if key != name}
+        if name == "oneOf" and self._strict:
+            for one, other in combinations(options, 2):
+                if not self._parts.apart(one, other, f"{where}.oneOf"):
+                    raise UsageError(
+                        f"{where}.oneOf has options that may both hold, which cannot be kept to; "
+                        "send anyOf"
                     )
-                )
-        if "allOf" in schema:
-            own = {key: value for key, value in schema.items() if key != "allOf"}
-            return self.node(self._merged([own, *_list(schema, "allOf", where)], where), where)
-        return self._typed(schema, where)
-
-    def _enum(self, schema: Mapping[str, Any], where: str) -> Node:
-        kinds = self._kinds(schema, where)
-        values = [v for v in _list(schema, "enum", where) if not kinds or _kinds_of(v) & {*kinds}]
-        if not values:
-            raise UsageError(f"{where}.enum has no value of its type")
-        return literal(*values)
-
-    def _typed(self, schema: Mapping[str, Any], where: str) -> Node:
-        kinds = self._kinds(schema, where) or _implied(schema)
-        return Alt(tuple(self._types[kind](schema, where) for kind in kinds)) if kinds else VALUE
-
-    def _kinds(self, schema: Mapping[str, Any], where: str) -> list[str]:
-        """The types it names, none if it names none."""
-        if "type" not in schema:
-            return []
-        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        for kind in kinds or [[]]:
-            if not isinstance(kind, str) or kind not in self._types:
-                known = ", ".join(self._types)
-                raise UsageError(f"{where}.type is {json.dumps(kind)[:80]}; there are {known}")
-        return kinds
-
-    def _ref(self, path: Any, where: str) -> Node:
-        target = self._find(path, where)
-        if path in self._refs:
-            return self._refs[path]
-        self._refs[path] = ref = Ref()
-        ref.target = self.node(target, f"{where}.$ref")
-        return ref
-
-    def _find(self, path: Any, where: str) -> Any:
-        """What a $ref within the schema points at."""
-        found = self._root
-        if isinstance(path, str) and (path == "#" or path.startswith("#/")):
-            for name in path.split("/")[1:]:
-                name = name.replace("~1", "/").replace("~0", "~")
-                found = found.get(name) if isinstance(found, Mapping) else None
-            if found is not None:
-                return found
-        raise UsageError(f"{where}.$ref is {json.dumps(path)[:80]}, which is not in the schema")
-
-    def _merged(self, parts: list[Any], where: str) -> Any:
-        """Schemas that all hold, as one: properties and required names together."""
-        parts = [part for part in parts if not _says_nothing(part)]
-        if len(parts) < 2:
-            return parts[0] if parts else True
-        whole: dict[str, Any] = {}
-        for part in parts:
-            while isinstance(part, Mapping) and "$ref" in part:
-                part = self._find(part["$ref"], where)
-            if not isinstance(part, Mapping):
-                raise UsageError(f"{where} holds {json.dumps(part)[:80]}; expected a JSON Schema")
-            whole = self._both(whole, part, where)
-        return whole
-
-    def _both(self, one: dict[str, Any], other: Mapping[str, Any], where: str) -> dict[str, Any]:
-        whole = one | dict(other)
-        for name in (set(one) & set(other)) - _NOTES:
-            if name == "required":
-                whole[name] = [*one[name], *other[name]]
-            elif name == "properties":
-                twice = set(one[name]) & set(other[name])
-                both = {key: {"allOf": [one[name][key], other[name][key]]} for key in twice}
-                whole[name] = {**one[name], **other[name], **both}
-            elif self._strict and one[name] != other[name]:
-                raise UsageError(f"{where} has two of {name}, which cannot both be kept to")
-        return whole
+        whole = [self._parts.all_of(own or True, option) for option in options]
+        return Alt(tuple(self.node(each, f"{where}.{name}[{i}]") for i, each in enumerate(whole)))
 
     # ---- types --------------------------------------------------------------------------------
 
     def _text(self, schema: Mapping[str, Any], where: str) -> Node:
-        return string(*_bounds(schema, "minLength", "maxLength", where))
+        least, most = _bounds(schema, "minLength", "maxLength")
+        return NEVER if most is not None and most < least else string(least, most)
 
     def _items(self, schema: Mapping[str, Any], where: str) -> Node:
-        least, most = _bounds(schema, "minItems", "maxItems", where)
-        rest = schema.get("items", True)
-        given = _list(schema, "prefixItems", where) if "prefixItems" in schema else []
-        first = [self.node(p, f"{where}.prefixItems[{i}]") for i, p in enumerate(given[:most])]
+        least, most = _bounds(schema, "minItems", "maxItems")
+        if most is not None and most < least:
+            return NEVER
+        given = schema.get("prefixItems", [])[:most]
+        first = [self.node(p, f"{where}.prefixItems[{i}]") for i, p in enumerate(given)]
+        rest = (
+            NEVER if most == len(first) else self.node(schema.get("items", True), f"{where}.items")
+        )
         if not first:
-            if rest is False:
-                return text("[]")
-            return array(self.node(rest, f"{where}.items"), least, most)
+            return array(rest, least, most)
         parts = [part for each in first for part in (COMMA, each)][1:]
-        if rest is not False and most != len(first):
-            item = Seq((COMMA, self.node(rest, f"{where}.items")))
-            left = None if most is None else max(most - len(first), 0)
-            parts.append(Repeat(item, max(least - len(first), 0), left))
+        left = None if most is None else most - len(first)
+        parts.append(Repeat(Seq((COMMA, rest)), max(least - len(first), 0), left))
         return Seq((text("["), SPACE, *parts, SPACE, text("]")))
 
     def _object(self, schema: Mapping[str, Any], where: str) -> Node:
-        properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        required = schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise UsageError(f"{where}.properties is not an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise UsageError(f"{where}.required is not a list of names")
-        other = more if more is not False else True
-        wanted = {**properties, **{n: other for n in required if n not in properties}}
+        more = schema.get("additionalProperties", True)
+        required = {*schema.get("required", [])}
+        properties = schema.get("properties", {})
+        wanted = {
+            **properties,
+            **{n: more for n in schema.get("required", []) if n not in properties},
+        }
         if not wanted:
-            if more is False:
-                return text("{}")
             return any_names(self.node(more, f"{where}.additionalProperties"))
+        self._parts.look(_ENTRY * len(wanted), where)
         entries = [
             (
                 Seq((literal(name), text(":"), SPACE, self.node(part, f"{where}.{name}"))),
@@ -227,24 +163,8 @@ def _entries(entries: list[tuple[Node, bool]]) -> Node:
     return first
 
 
-def _list(schema: Mapping[str, Any], name: str, where: str) -> list[Any]:
-    found = schema[name]
-    if not isinstance(found, list) or not found:
-        raise UsageError(f"{where}.{name} is not a list of at least one")
-    return found
-
-
-def _says_nothing(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, Mapping) and set(schema) <= _NOTES)
-
-
-def _kinds_of(value: Any) -> set[str]:
-    """The types that a value is of."""
-    if isinstance(value, bool) or value is None:
-        return {"null" if value is None else "boolean"}
-    if isinstance(value, (int, float)):
-        return {"number", "integer"} if value == int(value) else {"number"}
-    return {{str: "string", list: "array"}.get(type(value), "object")}
+def _says_only(schema: Mapping[str, Any], name: str) -> bool:
+    return set(schema) <= NOTES | {name}
 
 
 def _implied(schema: Mapping[str, Any]) -> list[str]:
@@ -259,11 +179,5 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _bounds(schema: Mapping[str, Any], least: str, most: str, where: str) -> tuple[int, int | None]:
-    low, high = schema.get(least, 0), schema.get(most)
-    for name, value in ((least, low), (most, 0 if high is None else high)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UsageError(f"{where}.{name} is {json.dumps(value)[:80]}; expected 0 or more")
-    if high is not None and high < low:
-        raise UsageError(f"{where}.{most} is less than {least}")
-    return low, high
+def _bounds(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
+    return schema.get(least, 0), schema.get(most)

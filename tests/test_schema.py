@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -146,6 +147,100 @@ def test_any_walk_is_valid(name):
     assert len(seen) > 1 or name.startswith(("n", "a short", "tuple"))
 
 
+NAMED_A = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("schema", [
+    {"enum": ["a", "abc", 1, [1], [True], {"a": 1}, {}], "minLength": 2, "items": {"const": 1.0},
+     "required": ["a"]},
+    {"const": "abc", "anyOf": [{"maxLength": 3}, {"type": "null"}]},
+    {"allOf": [{"enum": [1, "x", True]}, {"enum": [True, "x", 2]}]},
+    {"allOf": [{"$ref": "#/$defs/a", "minLength": 3}, {"maxLength": 4}], "$defs": {"a": {
+        "type": "string", "maxLength": 9}}},
+    {"allOf": [{"type": ["number", "null"]}, {"type": ["integer", "string"]}]},
+    {"allOf": [NAMED_A, {"properties": {"b": {"type": "null"}}}]},
+    {"allOf": [{"properties": {"a": {}, "b": {"maxLength": 2}}},
+               {"additionalProperties": {"type": "string"}}], "type": "object"},
+    NAMED_A | {"anyOf": [{"properties": {"b": {}}}, {"required": ["a"]}]},
+    {"allOf": [{"prefixItems": [{}, {}]}, {"items": {"type": "null"}}], "type": "array"},
+    {"allOf": [{"anyOf": [{"const": n} for n in some]} for some in ("abc", "bcd")]},
+    {"type": ["array", "null"], "items": False},
+    {"type": ["array", "null"], "items": False, "minItems": 1},
+    {"properties": {"a": False, "b": True}, "type": "object"},
+    {"properties": {"a/b~c%d": {"type": "boolean"}}, "required": ["a/b~c%d", "e"], "items": False,
+     "additionalProperties": {"$ref": "#/properties/a~1b~0c%25d"}, "type": "object"},
+    {"prefixItems": [{"type": "null"}], "items": {"$ref": "#/prefixItems/0"}, "type": "array"},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}, {"const": 1.5}]},
+    {"oneOf": [{"properties": {"k": {"const": k}}, "required": ["k"], "type": "object"}
+               for k in "abc"]},
+    {"oneOf": [NAMED_A, NAMED_A | {"properties": {"b": {}}, "required": ["b"]}]},
+    {"type": "object", "properties": {"k": {"$ref": "#", "type": "object"}}},
+])  # fmt: skip
+def test_keywords_together(schema):
+    """Keywords that have to do with each other all hold."""
+    node = compile_schema(schema, "schema", strict=True)
+    for seed in range(25):
+        written = walk(node, seed).decode()
+        jsonschema.Draft202012Validator(schema).validate(json.loads(written))
+
+
+def any_schema(chance: random.Random, deep: int = 0) -> Any:
+    """Some schema, of keywords that may have nothing to do with each other."""
+
+    def inner() -> Any:
+        return any_schema(chance, deep + 1)
+
+    def some(make: Any, most: int = 3) -> list[Any]:
+        return [make() for _ in range(chance.randint(1, most))]
+
+    def value() -> Any:
+        return chance.choice([0, 1, 1.0, 2.5, True, None, "", "ab", [], ["a", 1], {"a": 1}, {}])
+
+    def types() -> str:
+        return chance.choice(["string", "integer", "number", "null", "object", "array"])
+
+    def ref() -> str:
+        return chance.choice(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c"])
+
+    keywords: dict[str, tuple[float, Any]] = {
+        "type": (0.5, lambda: chance.choice([types(), [*{*some(types)}]])),
+        "enum": (0.1, lambda: some(value, 5)), "const": (0.05, value), "$ref": (0.1, ref),
+        "required": (0.2, lambda: chance.choice([[], ["a"], ["b", "c"]])),
+        **{name: (0.08, lambda: chance.randrange(4))
+           for name in ("minItems", "maxItems", "minLength", "maxLength")},
+    }  # fmt: skip
+    if deep < 3:
+        keywords |= {name: (0.12, lambda: some(inner)) for name in ("anyOf", "oneOf", "allOf")}
+        keywords |= {
+            "properties": (0.35, lambda: {name: inner() for name in {*chance.choices("abc", k=2)}}),
+            "additionalProperties": (0.25, inner), "items": (0.2, inner),
+            "prefixItems": (0.15, lambda: some(inner)),
+        }  # fmt: skip
+    if chance.random() < 0.08:
+        return chance.random() < 0.6
+    return {name: make() for name, (p, make) in keywords.items() if chance.random() < p}
+
+
+def test_schemas_by_chance():
+    """Whatever a schema says, it is refused, or any way through its grammar is valid by it."""
+    taken = 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        schema = {"$defs": {name: any_schema(chance, 2) for name in "abc"}, "type": "object"}
+        more = any_schema(chance)
+        schema |= {} if isinstance(more, bool) else more
+        try:
+            node = compile_schema(schema, "schema", strict=True)
+        except UsageError:
+            continue
+        taken += 1
+        for walked in range(4):
+            value = json.loads(walk(node, walked).decode())
+            with contextlib.suppress(RecursionError):  # not if a schema is what it is itself
+                assert jsonschema.Draft202012Validator(schema).is_valid(value), schema
+    assert taken > 100
+
+
 def test_optional_properties():
     """Properties may be left out unless they are required, and keep their order."""
     node = compile_schema(PERSON, "schema")
@@ -166,15 +261,30 @@ def test_optional_properties():
     ({"properties": {"a": {"$ref": "#/b"}}}, r'^here\.a\.\$ref is "#/b", which is not in'),
     ({"$ref": ["x"]}, r"^here\.\$ref is \[\"x\"\]"),
     ({"anyOf": []}, r"^here\.anyOf is not a list of at least one"),
-    ({"enum": [1], "type": "string"}, r"^here\.enum has no value of its type"),
+    ({"enum": [1], "type": "string"}, "^here allows no value, or none that ever ends"),
     ({"minLength": "1"}, r'^here\.minLength is "1"; expected 0 or more'),
     ({"minItems": 2, "maxItems": 1}, r"^here\.maxItems is less than minItems"),
     ({"properties": []}, r"^here\.properties is not an object"),
     ({"required": [1]}, r"^here\.required is not a list of names"),
     ({"items": [{}]}, r"^here\.items is \[\{\}\]; expected a JSON Schema"),
-    ({"allOf": [{"minLength": 1}, {"minLength": 2}]}, r"^here has two of minLength"),
     ({"properties": {"a": {"pattern": "x"}}}, r"^here\.a\.pattern cannot be kept to; leave it out"),
     ({"allOf": [{"$ref": "#"}, {"minLength": 1}]}, "nested too deeply, or holds itself in allOf"),
+    ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "allOf": [{"$ref": "#/$defs/a"}, {"minLength": 1}]},
+     "nested too deeply, or holds itself in allOf"),
+    ({"required": ["a"], "additionalProperties": False, "type": "object"}, "^here allows no value"),
+    ({"items": False, "minItems": 1, "type": "array"}, "^here allows no value"),
+    ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "^here .* none that ever ends"),
+    ({"$ref": "#"}, "^here .* none that ever ends"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "^here allows no value"),
+    ({"allOf": [{"minLength": 3}, {"maxLength": 2}], "type": "string"}, "^here allows no value"),
+    (False, "^here allows no value"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "^here.oneOf has options that may both"),
+    ({"allOf": [{"required": 5}, {"required": ["a"]}]}, "^here.required is not a list of names"),
+    ({"allOf": [{"properties": 5}, {"properties": {}}]}, "^here.properties is not an object"),
+    ({"enum": [float("inf")], "type": "number"}, "^here lists a number that JSON cannot hold"),
+    ({"properties": {"a": {"$id": "x"}}}, r"^here.a.\$id cannot be kept to"),
+    ({"enum": [*range(3000)], "anyOf": [{"enum": [n, -n]} for n in range(1, 3000)]},
+     "is too much to be looked through"),
 ])  # fmt: skip
 def test_schemas_that_are_refused(schema, words):
     """What is no schema, or cannot be kept to, is refused by its place."""
@@ -191,12 +301,11 @@ def test_large_and_deep_schemas():
     """A schema that means more than anyone can, or is too deep, is refused in good time."""
     doubling: Any = {"type": "null"}
     for _ in range(40):
-        doubling = {
-            "properties": {"a": doubling},
-            "anyOf": [{"required": ["a"]}, {"type": "object"}],
-        }
+        doubling = {"allOf": [{"properties": {n: doubling, "c": doubling}} for n in "ab"]}
+    assert takes(compile_schema(doubling, "here"), '{"a":{"b":{}}}')
+    many = {"prefixItems": [{"items": {"minItems": n}} for n in range(10_001)]}
     with pytest.raises(UsageError, match="has more than 20,000 parts"):
-        compile_schema(doubling, "here")
+        compile_schema(many, "here")
     deep: Any = {"type": "null"}
     for _ in range(5000):
         deep = {"items": deep}
