@@ -5,7 +5,7 @@ from typing import Any
 
 from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, Words, maybe, one_of, text
 
-_DIGITS = 15  # of a number: more than a double holds would be lost
+DIGITS = 15  # of a number: more than a double holds would be lost
 
 SPACE = Alt((EMPTY, text(" "), Seq((text("\n"), Repeat(one_of(" \t"), 0, 32)))))
 _HEX = one_of("0123456789abcdefABCDEF")
@@ -31,10 +31,10 @@ _DIGIT = one_of((0x30, 0x39))
 INTEGER = Seq(
     (
         maybe(text("-")),
-        Alt((text("0"), Seq((one_of((0x31, 0x39)), Repeat(_DIGIT, 0, _DIGITS - 1))))),
+        Alt((text("0"), Seq((one_of((0x31, 0x39)), Repeat(_DIGIT, 0, DIGITS - 1))))),
     )
 )
-_FRACTION = Seq((text("."), Repeat(_DIGIT, 1, _DIGITS)))
+_FRACTION = Seq((text("."), Repeat(_DIGIT, 1, DIGITS)))
 _EXPONENT = Seq((one_of("eE"), maybe(one_of("+-")), Repeat(_DIGIT, 1, 2)))
 NUMBER = Seq((INTEGER, maybe(_FRACTION), maybe(_EXPONENT)))
 COMMA = Seq((text(","), SPACE))

@@ -23,7 +23,8 @@ from colibri.json_grammar import (
     literal,
     string,
 )  # fmt: skip
-from colibri.schema_parts import NOTES, Parts, kinds, values
+from colibri.json_values import FORMATS
+from colibri.schema_parts import NOTES, NUMERIC, Parts, kinds, number_range, values
 
 _ENTRY = 50  # looks that a property's nodes take as long as
 
@@ -31,7 +32,7 @@ _ENTRY = 50  # looks that a property's nodes take as long as
 def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     """The grammar of a JSON Schema; UsageError, by its place under `where`, for what has none.
 
-    What cannot be kept to (`pattern`, `minimum`, `format`..) is refused if `strict`, else passed
+    What cannot be kept to (`pattern`, `uniqueItems`, `not`..) is refused if `strict`, else passed
     over, and `oneOf` is then taken as `anyOf` where more than one of it may hold.
     """
     try:
@@ -51,8 +52,8 @@ class _Compiler:
         self._made: dict[int, tuple[Any, Node]] = {}  # by the identity of what it is made of
         self._types = {
             "string": self._text,
-            "integer": lambda schema, where: INTEGER,
-            "number": lambda schema, where: NUMBER,
+            "integer": self._whole,
+            "number": self._number,
             "boolean": lambda schema, where: literal(True, False),
             "null": lambda schema, where: literal(None),
             "object": self._object,
@@ -83,7 +84,11 @@ class _Compiler:
             if name in flat:
                 return self._any(flat, name, where)
         named = kinds(flat) or _implied(flat)
-        return Alt(tuple(self._types[kind](flat, where) for kind in named)) if named else VALUE
+        if not named:
+            return VALUE
+        if "number" in named:  # as all integers are
+            named = [kind for kind in named if kind != "integer"]
+        return Alt(tuple(self._types[kind](flat, where) for kind in named))
 
     def _literals(self, given: list[Any], flat: Mapping[str, Any], where: str) -> Node:
         rest = {name: value for name, value in flat.items() if name not in ("enum", "const")}
@@ -112,7 +117,31 @@ class _Compiler:
 
     def _text(self, schema: Mapping[str, Any], where: str) -> Node:
         least, most = _bounds(schema, "minLength", "maxLength")
-        return NEVER if most is not None and most < least else string(least, most)
+        if most is not None and most < least:
+            return NEVER
+        if "format" in schema:
+            node, shortest, longest = FORMATS[schema["format"]]
+            if least <= shortest and (most is None or longest <= most):
+                return Seq((text('"'), node, text('"')))
+            self._require(where, "format beside its lengths")
+        return string(least, most)
+
+    def _whole(self, schema: Mapping[str, Any], where: str) -> Node:
+        return number_range(schema).whole() if {*schema} & {*NUMERIC} else INTEGER
+
+    def _number(self, schema: Mapping[str, Any], where: str) -> Node:
+        if not {*schema} & {*NUMERIC}:
+            return NUMBER
+        between = number_range(schema)
+        node = between.numbers()
+        if prune(node) or between.empty:
+            return node
+        self._require(where, "numbers so close together")
+        return NUMBER
+
+    def _require(self, where: str, what: str) -> None:
+        if self._strict:
+            raise UsageError(f"{where} has {what}, which cannot be kept to")
 
     def _items(self, schema: Mapping[str, Any], where: str) -> Node:
         least, most = _bounds(schema, "minItems", "maxItems")
@@ -172,7 +201,8 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
     for kind, names in (
         ("object", ("properties", "required", "additionalProperties")),
         ("array", ("items", "prefixItems", "minItems", "maxItems")),
-        ("string", ("minLength", "maxLength")),
+        ("string", ("minLength", "maxLength", "format")),
+        ("number", NUMERIC),
     ):
         if any(name in schema for name in names):
             return [kind]

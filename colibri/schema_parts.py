@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from colibri.errors import UsageError
+from colibri.json_values import FORMATS, Range
 
 # What says nothing of a value.
 NOTES = frozenset(
@@ -18,11 +19,14 @@ NOTES = frozenset(
 KEPT = frozenset(
     ("$ref", "type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "required",
      "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "minLength",
-     "maxLength")
+     "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format")
 )  # fmt: skip
 Flat = Mapping[str, Any] | bool
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
-LEAST, MOST = ("minLength", "minItems"), ("maxLength", "maxItems")
+NUMERIC = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_COUNTED = (("minLength", "maxLength"), ("minItems", "maxItems"))
+_LEAST = ("minLength", "minItems", "minimum", "exclusiveMinimum")
+_MOST = ("maxLength", "maxItems", "maximum", "exclusiveMaximum")
 _CHOICES = ("anyOf", "oneOf")
 _TOGETHER = ("allOf", "properties", "additionalProperties", "items", "prefixItems")
 _MOST_PARTS = 20_000  # of a schema, those meant twice counted twice: more is a mistake, or malice
@@ -49,7 +53,7 @@ class Parts:
         return self._flats[id(schema)][1]
 
     def _flattened(self, schema: Mapping[str, Any], where: str) -> Flat:
-        left_out = NOTES | {"$ref", "allOf"}
+        left_out = NOTES | {"$ref", "allOf", *_unkept(schema)}
         whole: Flat = {name: value for name, value in schema.items() if name not in left_out}
         if "$ref" in schema:
             target = self.find(schema["$ref"], where)
@@ -101,7 +105,7 @@ class Parts:
         if not isinstance(schema, Mapping):
             raise UsageError(f"{where} is {_brief(schema)}; expected a JSON Schema")
         if self._strict:
-            unkept = sorted(set(schema) - NOTES - KEPT)
+            unkept = _unkept(schema)
             if "$id" in schema and schema is not self._root:  # references in it mean another root
                 unkept.append("$id")
             if unkept:
@@ -128,8 +132,8 @@ class Parts:
         self.look(len(one) + len(other), "the schema")
         whole = {**one, **other}
         for name in set(one) & set(other):
-            if name in LEAST or name in MOST:
-                whole[name] = (max if name in LEAST else min)(one[name], other[name])
+            if name in _LEAST or name in _MOST:
+                whole[name] = (max if name in _LEAST else min)(one[name], other[name])
             elif name == "type":
                 whole[name] = _common(kinds(one), kinds(other))
                 if not whole[name]:
@@ -214,6 +218,8 @@ class Parts:
                 if not fit or (name == "oneOf" and fit > 1):
                     return False
         parts = [(value, part) for part in schema.get("allOf", ())]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return number_range(schema).holds(value) and self._all(parts, where)
         if isinstance(value, str):
             return _fits(len(value), schema, "minLength", "maxLength") and self._all(parts, where)
         if isinstance(value, list):
@@ -325,14 +331,35 @@ def _fits(size: int, schema: Mapping[str, Any], least: str, most: str) -> bool:
     return schema.get(least, 0) <= size <= schema.get(most, math.inf)
 
 
+def _unkept(schema: Mapping[str, Any]) -> list[str]:
+    """Keywords that nothing can be made of."""
+    unkept = set(schema) - NOTES - KEPT
+    if "format" in schema and schema["format"] not in [*FORMATS]:
+        unkept.add("format")
+    return sorted(unkept | {name for name in NUMERIC if isinstance(schema.get(name), bool)})
+
+
+def number_range(schema: Mapping[str, Any]) -> Range:
+    """The numbers that a flat schema's bounds leave."""
+    least, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    most, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    stricter = above is not None and (least is None or above >= least)
+    lower = below is not None and (most is None or below <= most)
+    return Range(above if stricter else least, below if lower else most, stricter, lower)
+
+
 def _check_bounds(schema: Mapping[str, Any], where: str) -> None:
-    for least, most in zip(LEAST, MOST, strict=True):
+    for least, most in _COUNTED:
         for name in (least, most):
             value = schema.get(name, 0)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise UsageError(f"{where}.{name} is {_brief(value)}; expected 0 or more")
         if schema.get(most, math.inf) < schema.get(least, 0):
             raise UsageError(f"{where}.{most} is less than {least}")
+    for name in NUMERIC:
+        value = schema.get(name, 0)
+        if not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
+            raise UsageError(f"{where}.{name} is {_brief(value)}; expected a number")
 
 
 def _brief(value: Any) -> str:

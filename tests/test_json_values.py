@@ -1,0 +1,128 @@
+"""Numbers between bounds and strings of a format: what their grammars take is just that."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import random
+import re
+import uuid
+from typing import Any
+
+import jsonschema
+import pytest
+from test_schema import takes, walk
+
+from colibri.errors import UsageError
+from colibri.grammar import prune
+from colibri.json_values import FORMATS, Range
+from colibri.schema import compile_schema
+
+BOUNDS = [None, -1000.5, -12, -3, -1.5, -1, -0.25, 0, 0.5, 1, 2, 9, 10, 12.75, 99, 100, 1234, 10**9]
+
+
+@pytest.mark.parametrize("least", BOUNDS)
+def test_whole_numbers_between_bounds(least):
+    """All whole numbers of a range are taken, and no others."""
+    for most in BOUNDS:
+        for above, below in ((False, False), (True, False), (False, True)):
+            between = Range(least, most, above, below)
+            node = between.whole()
+            some = [*range(-13, 14), 98, 99, 100, 101, -1002, -1001, -1000, 1233, 1234, 1235]
+            found = [number for number in some if prune(node) and takes(node, str(number))]
+            assert found == [number for number in some if between.holds(number)]
+
+
+def test_numbers_between_bounds():
+    """Numbers with a fraction are in the range, whatever their digits, after rounding too."""
+    chance, seen = random.Random(1), 0
+    for _ in range(600):
+        bounds = {
+            name: chance.choice(BOUNDS[1:])
+            for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+            if chance.random() < 0.4
+        }
+        schema = {"type": chance.choice(["number", "integer"]), **bounds}
+        try:
+            node = compile_schema(schema, "here", strict=True)
+        except UsageError:
+            continue
+        for seed in range(5):
+            seen += 1
+            jsonschema.validate(json.loads(walk(node, seed).decode()), schema)
+    assert seen > 1500
+    for written in ("0", "1", "0.5", "0.000001", "1.5", "-0.5", "0.0", "1.0"):
+        within = compile_schema({"minimum": 0, "exclusiveMaximum": 2}, "here", strict=True)
+        assert takes(within, written) == (not written.startswith("-"))
+        inner = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
+        assert takes(compile_schema(inner, "here", strict=True), written) == (
+            written in ("0.5", "0.000001")
+        )
+
+
+@pytest.mark.parametrize(("schema", "words"), [
+    ({"minimum": 0.2, "maximum": 0.3}, "^here has numbers so close together, which cannot be kept"),
+    ({"minimum": 3, "maximum": 2}, "^here allows no value"),
+    ({"type": "integer", "minimum": 0.2, "maximum": 0.3}, "^here allows no value"),
+    ({"minimum": "1"}, '^here.minimum is "1"; expected a number'),
+    ({"exclusiveMaximum": float("inf")}, "^here.exclusiveMaximum is Infinity; expected a number"),
+    ({"exclusiveMinimum": True}, "^here.exclusiveMinimum cannot be kept to"),
+    ({"format": "binary"}, "^here.format cannot be kept to"),
+    ({"format": ["uuid"]}, "^here.format cannot be kept to"),
+    ({"format": "uuid", "maxLength": 9}, "^here has format beside its lengths, which cannot be"),
+    ({"allOf": [{"format": "uuid"}, {"format": "date"}]}, "has two of format, which cannot both"),
+])  # fmt: skip
+def test_what_cannot_be_kept_to(schema, words):
+    """Bounds and formats that have no grammar are refused if strict."""
+    with pytest.raises(UsageError, match=words):
+        compile_schema(schema, "here", strict=True)
+
+
+def test_what_is_passed_over():
+    """Unless it is strict, they are left to the model."""
+    close = {"type": "number", "minimum": 0.2, "maximum": 0.3, "exclusiveMinimum": True}
+    assert takes(compile_schema(close, "here"), "0.25")
+    for more in ({"format": "binary"}, {"format": "uuid", "maxLength": 9}):
+        assert takes(compile_schema({"type": "string"} | more, "here"), '"a"')
+
+
+NAME = r"[a-z][a-z0-9.]*\.[a-z]{2,6}"
+CHECKS: dict[str, Any] = {
+    "date": datetime.date.fromisoformat,
+    "time": lambda said: datetime.time.fromisoformat(_padded(said)),
+    "date-time": lambda said: datetime.datetime.fromisoformat(_padded(said)),
+    "duration": r"P(?=.)(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?",
+    "uuid": lambda said: uuid.UUID(said).version == 4 or said.version,
+    "email": rf"[a-z0-9]+(\.[a-z0-9]+)?@{NAME}",
+    "hostname": NAME,
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "uri": rf"https?://{NAME}/[\w/.-]*",
+}
+
+
+def _padded(said: str) -> str:
+    """As Python 3.10 reads it, too."""
+    said = said.replace("Z", "+00:00")
+    return re.sub(r"\.(\d+)", lambda digits: "." + digits[1].ljust(6, "0"), said)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    """Strings of a format can be read as such, and are as long as the table says."""
+    node, shortest, longest = FORMATS[name]
+    formed = compile_schema({"type": "string", "format": name, "minLength": 3}, "here", strict=True)
+    for seed in range(200):
+        said, check = walk(node, seed).decode(), CHECKS[name]
+        assert shortest <= len(said) <= longest and takes(formed, json.dumps(said))
+        assert re.fullmatch(check, said) if isinstance(check, str) else check(said) is not None
+    assert not takes(formed, '"abc"')
+
+
+def test_days():
+    """Every day that is taken is one, but for the 29th of February, which is not taken."""
+    node = FORMATS["date"][0]
+    for month in range(14):
+        taken = sum(takes(node, f"2024-{month:02}-{day:02}") for day in range(33))
+        assert taken == [0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31, 0][month]
