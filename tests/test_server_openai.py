@@ -311,6 +311,15 @@ def test_json_by_a_schema(client, strict, stream):
     assert sorted(json.loads(text)) == ["legs", "name"] and json.loads(text)["legs"] in (2, 4)
 
 
+def test_a_schema_of_any_object(client):
+    """A json_object takes a schema too, as other servers do and instructor asks for."""
+    form = {"type": "json_object", "schema": SCHEMA}
+    answered = client.chat.completions.create(
+        model=MODEL, messages=STORY, max_tokens=200, response_format=form
+    )
+    assert sorted(json.loads(said(answered.choices[0].message))) == ["legs", "name"]
+
+
 def test_json_of_any_kind(client):
     """json_object is any object, and so is a schema that is left out."""
     for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x"}}):
@@ -328,6 +337,8 @@ def test_json_of_any_kind(client):
         ({"type": "json_schema"}, "response_format.json_schema", "is missing"),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "text"}}},
          "response_format.json_schema.schema", 'schema.type is "text"; there are string'),
+        ({"type": "json_object", "schema": {"type": "text"}},
+         "response_format.schema", 'schema.type is "text"; there are string'),
         ({"type": "json_schema", "json_schema": {"strict": True, "schema": {"pattern": "x"}}},
          "response_format.json_schema.schema", "schema.pattern cannot be kept to; leave it out."),
     ],

@@ -131,10 +131,11 @@ def _form(wanted: Mapping[str, Any]) -> Node | None:
     """The grammar of a response_format; `where` in it: the field that a refusal shall name."""
     if wanted["type"] == "text":
         return None
-    asked = wanted.get("json_schema", {})
+    asked = wanted.get("json_schema", wanted)  # a json_object may have its schema beside its type
     if "schema" not in asked:
         return answer(OBJECT)
-    where = asked.get("where", "response_format.json_schema.schema")
+    usual = "response_format.schema" if asked is wanted else "response_format.json_schema.schema"
+    where = asked.get("where", usual)
     try:
         return answer(compile_schema(asked["schema"], where, asked.get("strict", False)))
     except UsageError as error:

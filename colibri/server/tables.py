@@ -125,7 +125,7 @@ class RawPrompt:
 _FORMAT = Typed(
     {
         "text": (),
-        "json_object": (),
+        "json_object": (Field("schema", Object(), "As in json_schema, not strict."),),
         "json_schema": (
             Field(
                 "json_schema",
