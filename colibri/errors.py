@@ -54,5 +54,9 @@ class SamplingError(ColibriError):
     """No token can be chosen: every logit is NaN or infinite."""
 
 
+class FormError(ColibriError):
+    """The form that an answer was to keep to can be read in too many ways to be followed."""
+
+
 class StateError(ColibriError):
     """Something in the state directory cannot be kept, is damaged, or belongs to another model."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
-from colibri.errors import SamplingError
+from colibri.errors import FormError
 
 
 class Node:
@@ -273,7 +273,7 @@ class Matcher:
                 continue
             seen.add(way)
             if len(seen) > _MOST_WAYS or self._work + len(seen) > _MOST_WORK:
-                raise SamplingError("the form can be read in too many ways; make it simpler")
+                raise FormError("the form can be read in too many ways; make it simpler")
             if way is None or isinstance(way.node, OneOf):
                 found.add(way)
             else:

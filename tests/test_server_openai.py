@@ -352,6 +352,18 @@ def test_forms_that_are_refused(client, form, param, words):
     assert caught.value.param == param and words in caught.value.message
 
 
+def test_a_form_that_cannot_be_followed(client):
+    """A form that can be read in too many ways is the client's mistake, and ends no more."""
+    import openai
+
+    many = [{"type": "string", "minLength": n} for n in range(6000)]
+    form = {"type": "json_schema", "json_schema": {"strict": True, "schema": {"anyOf": many}}}
+    with pytest.raises(openai.BadRequestError, match="in too many ways; make it simpler"):
+        client.chat.completions.create(model=MODEL, messages=STORY, response_format=form)
+    asked = {"model": MODEL, "messages": STORY, "max_tokens": 5}
+    assert client.chat.completions.create(**asked).usage.completion_tokens == 5
+
+
 @pytest.mark.parametrize(
     ("path", "hint"),
     [

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
+from colibri.errors import FormError
 from colibri.server.mailbox import Mailbox
 from colibri.server.refusal import Refusal, encode
 from colibri.server.reply import Delta, Reply
@@ -72,6 +73,8 @@ def refusal_of(outcome: Outcome) -> Refusal:
     """What a client is told of an error."""
     if isinstance(outcome.error, Refusal):
         return outcome.error
+    if isinstance(outcome.error, FormError):  # sent again it would fare no better
+        return Refusal(f"{outcome.error}.", code="form_too_ambiguous")
     text = str(outcome.error) or type(outcome.error).__name__
     return Refusal(text, status=500, code="engine_error")
 
