@@ -1,6 +1,6 @@
 """An answer in the making: tokens become pieces of reasoning and of text, whole characters only."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colibri.chat import opens_thinking
@@ -16,13 +16,14 @@ class Prompt:
     """Token ids to answer. `markup`: think tags in the answer separate reasoning from text.
 
     `marks` are tokens, with their text, that become pieces of their own: those of tool calls.
-    `form`: what the answer must be (colibri.schema), but for its reasoning, or for a tool call.
+    `form`: what the answer must be (colibri.schema), but for its reasoning; or it `calls` tools.
     """
 
     ids: list[int]
     markup: bool = True
     marks: Mapping[int, str] = field(default_factory=dict)
     form: Node | None = None
+    calls: Sequence[str] = ()
 
 
 class Splitter:

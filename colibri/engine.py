@@ -264,7 +264,7 @@ class Engine:
         if prompt.form is None:
             return Sampler(params, tokenizer.vocab_used)
         reasons = prompt.markup and opens_thinking(prompt.ids, tokenizer)
-        guide = Guide(prompt.form, tokenizer, self.stops, reasons, calls=bool(prompt.marks))
+        guide = Guide(prompt.form, tokenizer, self.stops, reasons, prompt.calls)
         return FormSampler(params, guide, tokenizer.vocab_used)
 
     def require_room(self, count: int, nbytes: int | None = None) -> None:

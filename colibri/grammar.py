@@ -200,7 +200,11 @@ class Matcher:
 
     def __post_init__(self) -> None:
         self._work = 0
-        self.start = self._heads([self.way(self.root, None)])
+        self.start = self.state(self.root)
+
+    def state(self, node: Node) -> State:
+        """Where a text of this node begins."""
+        return self._heads([self.way(node, None)])
 
     def refresh(self) -> None:
         """Before each token: there may be as much work again, and memory stays bounded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -46,7 +47,7 @@ def engine() -> Engine:
     return Engine.open(Settings.resolve({"threads": "1"}, {}))
 
 
-def guide(tokenizer: Tokenizer, form: Node = FORM, **options: bool) -> Guide:
+def guide(tokenizer: Tokenizer, form: Node = FORM, **options: Any) -> Guide:
     return Guide(form, tokenizer, tokenizer.eos_ids, **options)
 
 
@@ -143,18 +144,40 @@ def test_reasoning_comes_before_the_form(tokenizer):
     )
 
 
-def test_a_call_instead_of_the_form(tokenizer):
-    """Where tools are there the answer may begin with a call, and is free then."""
-    call = tokenizer.id_of("<tool_call>")
-    follows = guide(tokenizer, calls=True)
-    assert follows.mask(follows.start)[call]
-    called = follows.after(follows.start, call)
-    assert called is Phase.CALLING
-    for token in (*tokenizer.encode("anything"), *tokenizer.eos_ids):
-        assert follows.after(called, token) is called
+def test_a_call_instead_of_the_form(glm):
+    """Where tools are there the answer may be calls of them, whole ones, and nothing besides."""
+    tokenizer = glm
+    call, key, shut = map(tokenizer.id_of, ("<tool_call>", "<arg_key>", "</tool_call>"))
+    follows, (stop, *_) = guide(tokenizer, calls=["find", "f"]), tokenizer.eos_ids
+    (space,), letter = tokenizer.encode("\n"), tokenizer.encode("g")[0]
+    for begun in (follows.start, follows.after(follows.start, space)):
+        state = follows.after(begun, call)
+        assert follows.mask(begun)[call] and follows.after(state, key) is None
+        assert follows.after(state, stop) is None and follows.after(state, letter) is None
+    for token in tokenizer.encode("find\n"):
+        state = follows.after(state, token)
+    assert follows.mask(state)[[key, shut]].all() and not follows.mask(state)[stop]
+    state = follows.after(state, key)
+    for token in (*tokenizer.encode("anything"), call):
+        assert follows.after(state, token) is state is Phase.CALLING
+    assert follows.after(state, stop) is None and follows.mask(state).sum() > 100
+    state = follows.after(state, shut)
+    assert follows.mask(state)[[stop, call, space]].all() and not follows.mask(state)[letter]
+    assert follows.after(state, stop) and follows.after(follows.after(state, call), shut) is None
     assert guide(tokenizer).after(guide(tokenizer).start, call) is None
     inside = follows.after(follows.start, tokenizer.encode("{")[0])
     assert follows.after(inside, call) is None
+
+
+def test_calls_in_tags_of_text(tokenizer):
+    """Where a tokenizer has no <arg_key>, all is free from <tool_call> to </tool_call>."""
+    follows, (stop, *_) = guide(tokenizer, calls=["f"]), tokenizer.eos_ids
+    assert tokenizer.id_of("<arg_key>") is None
+    called = follows.after(follows.start, tokenizer.id_of("<tool_call>"))
+    for token in tokenizer.encode("anything"):
+        assert follows.after(called, token) is called is Phase.CALLING
+    assert follows.after(called, stop) is None
+    assert follows.mask(follows.after(called, tokenizer.id_of("</tool_call>")))[stop]
 
 
 def test_masks_are_the_steps(tokenizer):

@@ -88,7 +88,7 @@ class Service:
         if not asked.tools:
             return Prompt(ids, form=form), None
         parser = ToolParser(asked.parameters, self._marks.values(), begun)
-        return Prompt(ids, marks=self._marks, form=form), parser
+        return Prompt(ids, marks=self._marks, form=form, calls=[*asked.parameters]), parser
 
     def completion(self, asked: CompletionAsked) -> Prompt:
         """Text as `colibri run --raw` takes it, or token ids as they are."""
