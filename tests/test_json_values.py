@@ -25,7 +25,7 @@ BOUNDS = [None, -1000.5, -12, -3, -1.5, -1, -0.25, 0, 0.5, 1, 2, 9, 10, 12.75, 9
 @pytest.mark.parametrize("least", BOUNDS)
 def test_whole_numbers_between_bounds(least):
     """All whole numbers of a range are taken, and no others."""
-    for most in BOUNDS:
+    for most in BOUNDS[::2]:
         for above, below in ((False, False), (True, False), (False, True)):
             between = Range(least, most, above, below)
             node = between.whole()
@@ -37,7 +37,7 @@ def test_whole_numbers_between_bounds(least):
 def test_numbers_between_bounds():
     """Numbers with a fraction are in the range, whatever their digits, after rounding too."""
     chance, seen = random.Random(1), 0
-    for _ in range(600):
+    for _ in range(200):
         bounds = {
             name: chance.choice(BOUNDS[1:])
             for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -51,7 +51,7 @@ def test_numbers_between_bounds():
         for seed in range(5):
             seen += 1
             jsonschema.validate(json.loads(walk(node, seed).decode()), schema)
-    assert seen > 1500
+    assert seen > 500
     for written in ("0", "1", "0.5", "0.000001", "1.5", "-0.5", "0.0", "1.0"):
         within = compile_schema({"minimum": 0, "exclusiveMaximum": 2}, "here", strict=True)
         assert takes(within, written) == (not written.startswith("-"))

@@ -353,14 +353,14 @@ def test_memory_is_bounded(monkeypatch):
 
 def test_many_or_long_words():
     """Lists of words are followed letter by letter, and long texts no further than they came."""
-    words = [f"word {n}" for n in range(5000)] + ["", "word", "x" * 100_000]
+    words = [f"word {n}" for n in range(5000)] + ["", "word", "x" * 20_000]
     matcher = Matcher(literal(*words))
     state = matcher.after(matcher.start, b'"wor')
     assert len(state) == 1 and matcher.firsts(state) == set(b"d")
     assert takes(matcher.root, '"word 4999"') and takes(matcher.root, '""')
     assert not takes(matcher.root, '"wor"') and not takes(matcher.root, '"word 5000"')
-    long = Matcher(text("x" * 100_000))
-    assert len(long._known) < 10 and None in long.after(long.start, b"x" * 100_000)
+    long = Matcher(text("x" * 20_000))
+    assert len(long._known) < 10 and None in long.after(long.start, b"x" * 20_000)
 
 
 def test_what_never_ends_is_taken_out():
