@@ -1,7 +1,6 @@
 /* Memory that begins where processors read it fastest. */
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include "core.h"
 #include "system.h"
 

@@ -215,19 +215,6 @@ static inline int32x4_t four_sums(int8x16_t w, const int8_t *p, int32x4_t more) 
 #endif
 }
 
-static inline half byte_factor(half w) {
-    return w;
-}
-
-static inline sums byte_excess(const int8_t *q, sums more) {
-    (void)q;
-    return more;
-}
-
-static inline sums byte_start(sums excess) {
-    return excess;
-}
-
 /* start + eight sums of four products of signed bytes */
 static inline sums byte_sums(half w, const int8_t *q, sums start) {
     return (sums){four_sums(w.a, q, start.a), four_sums(w.b, q + 16, start.b)};

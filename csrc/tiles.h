@@ -53,6 +53,21 @@ CLB_INLINE packed load_bytes(const uint8_t *p) {
     return (packed){half_load(p), half_load(p + 32)};
 }
 
+#ifndef CLB_BYTE_EXCESS /* byte_sums multiplies signed bytes as they are */
+CLB_INLINE half byte_factor(half w) {
+    return w;
+}
+
+CLB_INLINE sums byte_excess(const int8_t *q, sums more) {
+    (void)q;
+    return more;
+}
+
+CLB_INLINE sums byte_start(sums excess) {
+    return excess;
+}
+#endif
+
 /* Signed bytes as byte_sums takes them, which adds what is too much, byte_excess, to byte_start. */
 CLB_INLINE packed as_factors(packed w) {
     return (packed){byte_factor(w.low), byte_factor(w.high)};

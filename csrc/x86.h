@@ -139,6 +139,7 @@ static inline sums nibble_sums(packed w, const int8_t *q) {
 }
 
 #ifdef CLB_DPBUSD /* VNNI multiplies unsigned by signed bytes: w + 128, and 128 q taken off */
+#define CLB_BYTE_EXCESS
 
 static inline half byte_factor(half w) {
     return _mm256_xor_si256(w, _mm256_set1_epi8(-128));
@@ -158,19 +159,6 @@ static inline sums byte_sums(half factor, const int8_t *q, sums start) {
 }
 
 #else /* |w| times q with w's sign: two products of at most 128 * 127 fit 16 bits */
-
-static inline half byte_factor(half w) {
-    return w;
-}
-
-static inline sums byte_excess(const int8_t *q, sums more) {
-    (void)q;
-    return more;
-}
-
-static inline sums byte_start(sums excess) {
-    return excess;
-}
 
 static inline sums byte_sums(half w, const int8_t *q, sums start) {
     half signed_q = _mm256_sign_epi8(half_load((const uint8_t *)q), w);
