@@ -26,6 +26,7 @@ _ONLY_REASONING = (
     "all of the answer is reasoning, which is no part of stdout; --max-tokens allows a longer one, "
     "--no-think asks for none"
 )
+_CUT_OFF = "the JSON is cut off before its end; a larger --max-tokens or --ctx allows a longer one"
 
 
 def run_prompt(
@@ -63,6 +64,8 @@ def run_prompt(
         terminal.write(as_object(turn) + "\n")
     elif turn.receipt and turn.receipt.reasoning_alone:
         terminal.note(f"colibri: note: {_ONLY_REASONING}")
+    elif form and turn.finish_reason in (stats.LENGTH, stats.CONTEXT):
+        terminal.note(f"colibri: note: {_CUT_OFF}")
     _print_receipt(terminal, settings, turn, as_json)
     resident.save()
     interrupted = turn.finish_reason == stats.INTERRUPTED

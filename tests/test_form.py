@@ -76,7 +76,8 @@ def test_any_drafts_give_the_same_valid_answer(engine, temperature):
 def test_nothing_is_run_for_the_end(engine):
     """Where nothing may follow, the model is not asked: its last token is picked and never run."""
     engine.settings, engine.slot = Settings.resolve({"draft": "0"}, {}), engine.new_slot()
-    turn = engine.answer(replace(engine.chat(ASKED), form=FORM), max_tokens=200)
+    asked, params = replace(engine.chat(ASKED), form=FORM), SamplingParams(1, seed=11)
+    turn = engine.answer(asked, sampling=params, max_tokens=200)
     assert json.loads("".join(piece.text for piece in turn)) and turn.finish_reason == "stop"
     assert turn.session.tokens == [*turn.prompt.ids, *turn.token_ids[:-1]]
 
@@ -222,8 +223,18 @@ def test_run_with_a_schema(tmp_path, capsys):
     path = tmp_path / "schema.json"
     for schema in (SCHEMA, {}):
         path.write_text(json.dumps(schema))
-        assert main(["run", "-p", "A fox?", "--schema", str(path)]) == 0
+        assert main(["run", "-p", "A fox?", "--schema", str(path), "--temp", "0"]) == 0
         jsonschema.validate(json.loads(capsys.readouterr().out), schema or {"type": "object"})
+
+
+def test_run_that_is_cut_off(tmp_path, capsys):
+    """JSON that a limit cut off is no JSON, and a note says so; one that ended has none."""
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    for limit, cut in ((3, True), (200, False)):
+        asked = ["run", "-p", "A fox?", "--schema", str(path), "--temp", "0", "-n", str(limit)]
+        assert main(asked) == 0
+        assert ("the JSON is cut off before its end" in capsys.readouterr().err) == cut
 
 
 @pytest.mark.parametrize(

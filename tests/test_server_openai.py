@@ -302,7 +302,7 @@ def test_json_by_a_schema(client, strict, stream):
     """The answer is JSON that keeps to the schema, whole or in pieces."""
     named = {"name": "animal", "schema": SCHEMA} | ({"strict": strict} if strict else {})
     form = {"type": "json_schema", "json_schema": named}
-    asked = {"model": MODEL, "messages": STORY, "max_tokens": 200, "response_format": form}
+    asked = {"model": MODEL, "messages": STORY, "seed": 3, "response_format": form}
     if stream:
         pieces = client.chat.completions.create(**asked, stream=True)
         text = "".join(said(c.choices[0].delta) for c in pieces if c.choices)
@@ -315,7 +315,7 @@ def test_a_schema_of_any_object(client):
     """A json_object takes a schema too, as other servers do and instructor asks for."""
     form = {"type": "json_object", "schema": SCHEMA}
     answered = client.chat.completions.create(
-        model=MODEL, messages=STORY, max_tokens=200, response_format=form
+        model=MODEL, messages=STORY, seed=3, response_format=form
     )
     assert sorted(json.loads(said(answered.choices[0].message))) == ["legs", "name"]
 
