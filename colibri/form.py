@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri.grammar import NEVER, Matcher, Node, Repeat, Seq, State, Words, one_of
+from colibri.knobs import DRAFT_LIMIT
 from colibri.sampling import Sampler, SamplingParams
 from colibri.tokenizer import Tokenizer
 
 _END = State((None,))
-_KEPT = 64  # latest positions whose states are kept: more than any depth of drafts
+_KEPT = 2 * DRAFT_LIMIT  # latest positions whose states are kept: drafts go no further back
 _SPACE = one_of(" \n")
 _MASKS = 32  # states whose masks are kept: of 151,552 tokens a mask takes 150 kB
 

@@ -7,6 +7,7 @@ set-of-stacks method of recognisers for ambiguous grammars; Lang, ICALP 1974.)
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,17 @@ from itertools import groupby
 
 from colibri.errors import FormError
 
+_MOST_WAYS = 50_000  # that a text may be going at once
+_MOST_WORK = 1_000_000  # ways looked at for one token: a second or two
+_MOST_KNOWN = 300_000  # remembered at once: some 100 MB
 
-class Node:
+
+class Node(ABC):
     """A part of a grammar. Nodes are told apart by identity, so that shared parts stay shared."""
 
+    @abstractmethod
     def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
         """The ways to get through this node and then `rest`."""
-        raise NotImplementedError
 
     def parts_of(self) -> Iterable[Node]:
         """All nodes in it."""
@@ -37,6 +42,9 @@ class OneOf(Node):
     """One byte of a set."""
 
     bytes: frozenset[int]
+
+    def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
+        return [matcher.way(self, rest)]
 
     def needs(self) -> Iterable[Iterable[Node]]:
         return ((),) if self.bytes else ()
@@ -94,8 +102,8 @@ class Words(Node):
 
     @cached_property
     def _nexts(self) -> list[tuple[OneOf, Words]]:
-        longer = (text for text in self.texts if len(text) > self.at)
-        groups = groupby(longer, key=lambda text: text[self.at])
+        longer = (word for word in self.texts if len(word) > self.at)
+        groups = groupby(longer, key=lambda word: word[self.at])
         return [(_BYTES[byte], Words(list(group), self.at + 1)) for byte, group in groups]
 
     def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
@@ -149,9 +157,6 @@ class Ref(Node):
         return (self.parts_of(),)
 
 
-_MOST_WAYS = 50_000  # that a text may be going at once
-_MOST_WORK = 1_000_000  # ways looked at for one token: a second or two
-_MOST_KNOWN = 300_000  # remembered at once: some 100 MB
 _BYTES = [OneOf(frozenset((byte,))) for byte in range(256)]
 EMPTY = Seq(())
 NEVER = OneOf(frozenset())

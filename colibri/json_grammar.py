@@ -27,15 +27,15 @@ _CHAR = Alt(
         Seq((text("\\u"), one_of("dD"), one_of("89abAB"), _HEX, _HEX, _LOW_SURROGATE)),
     )
 )
-_DIGIT = one_of((0x30, 0x39))
+DIGIT = one_of((0x30, 0x39))
 INTEGER = Seq(
     (
         maybe(text("-")),
-        Alt((text("0"), Seq((one_of((0x31, 0x39)), Repeat(_DIGIT, 0, DIGITS - 1))))),
+        Alt((text("0"), Seq((one_of((0x31, 0x39)), Repeat(DIGIT, 0, DIGITS - 1))))),
     )
 )
-_FRACTION = Seq((text("."), Repeat(_DIGIT, 1, DIGITS)))
-_EXPONENT = Seq((one_of("eE"), maybe(one_of("+-")), Repeat(_DIGIT, 1, 2)))
+_FRACTION = Seq((text("."), Repeat(DIGIT, 1, DIGITS)))
+_EXPONENT = Seq((one_of("eE"), maybe(one_of("+-")), Repeat(DIGIT, 1, 2)))
 NUMBER = Seq((INTEGER, maybe(_FRACTION), maybe(_EXPONENT)))
 COMMA = Seq((text(","), SPACE))
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from colibri.grammar import NEVER, Alt, Node, Repeat, Seq, maybe, one_of, text
-from colibri.json_grammar import DIGITS
+from colibri.json_grammar import DIGIT, DIGITS
 
 _MOST = 10**DIGITS - 1
 _MOST_FRACTIONED = 10**9 - 1  # with six digits behind the point a double is still exact enough
-_DIGIT = one_of((0x30, 0x39))
-_FRACTION = Seq((text("."), Repeat(_DIGIT, 1, 6)))
-_ABOVE_ZERO = Seq((text("."), Repeat(_DIGIT, 0, 5), one_of((0x31, 0x39))))
+_FRACTION = Seq((text("."), Repeat(DIGIT, 1, 6)))
+_ABOVE_ZERO = Seq((text("."), Repeat(DIGIT, 0, 5), one_of((0x31, 0x39))))
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _between(first: str, last: str) -> Node:
         return text(first)
     count = len(first) - 1
     if set(first) == {"0"} and set(last) == {"9"}:
-        return Repeat(_DIGIT, count + 1, count + 1)
+        return Repeat(DIGIT, count + 1, count + 1)
     if first[0] == last[0]:
         return Seq((text(first[0]), _between(first[1:], last[1:])))
     options = [
@@ -102,7 +101,7 @@ def _between(first: str, last: str) -> Node:
     ]
     inner = ord(first[0]) + 1, ord(last[0]) - 1
     if inner[0] <= inner[1]:
-        options.append(Seq((one_of(inner), Repeat(_DIGIT, count, count))))
+        options.append(Seq((one_of(inner), Repeat(DIGIT, count, count))))
     return Alt(tuple(options))
 
 
@@ -117,8 +116,8 @@ def _digits(least: int, most: int, size: int = 2) -> Node:
     return _between(f"{least:0{size}}", f"{most:0{size}}")
 
 
-def _hex(count: int) -> Node:
-    return Repeat(one_of("0123456789abcdef"), count, count)
+def _hex(least: int, most: int | None = None) -> Node:
+    return Repeat(one_of("0123456789abcdef"), least, most or least)
 
 
 def _joined(by: str, *parts: Node) -> Node:
@@ -136,7 +135,7 @@ _DATE = _joined("-", _digits(1000, 2999, 4), _DAY)
 _CLOCK = _joined(":", _digits(0, 23), _digits(0, 59))
 _ZONE = Alt((text("Z"), Seq((one_of("+-"), _CLOCK))))
 _TIME = Seq((_joined(":", _CLOCK, _digits(0, 59)), maybe(_FRACTION), _ZONE))
-_COUNT = Seq((one_of((0x31, 0x39)), Repeat(_DIGIT, 0, 2)))
+_COUNT = Seq((one_of((0x31, 0x39)), Repeat(DIGIT, 0, 2)))
 _SECONDS = Seq((_COUNT, text("S")))
 _MINUTES = Seq((_COUNT, text("M"), maybe(_SECONDS)))
 _HOURS = Seq((_COUNT, text("H"), maybe(_MINUTES)))
@@ -145,7 +144,7 @@ _LABEL = Seq((one_of((0x61, 0x7A)), Repeat(one_of((0x61, 0x7A), (0x30, 0x39)), 0
 _HOST = Seq((Repeat(Seq((_LABEL, text("."))), 1, 3), Repeat(one_of((0x61, 0x7A)), 2, 6)))
 _STEP = one_of((0x61, 0x7A), (0x41, 0x5A), (0x30, 0x39), "-_")
 _BYTE = _naturals(0, 255)
-_GROUP = Repeat(one_of("0123456789abcdef"), 1, 4)
+_GROUP = _hex(1, 4)
 
 # Each with the lengths that it may have.
 FORMATS: dict[str, tuple[Node, int, int]] = {

@@ -14,6 +14,7 @@ from colibri.errors import UsageError
 from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, prune, text
 from colibri.json_grammar import (
     COMMA,
+    DIGITS,
     INTEGER,
     NUMBER,
     SPACE,
@@ -40,7 +41,8 @@ def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     except RecursionError:
         raise UsageError(f"{where} is nested too deeply, or holds itself in allOf") from None
     if not prune(node):
-        raise UsageError(f"{where} allows no value, or none that ever ends")
+        numbers = f"numbers have up to {DIGITS} digits"
+        raise UsageError(f"{where} allows no value, or none that ever ends ({numbers})")
     return node
 
 

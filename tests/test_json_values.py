@@ -65,6 +65,7 @@ def test_numbers_between_bounds():
     ({"minimum": 0.2, "maximum": 0.3}, "^here has numbers so close together, which cannot be kept"),
     ({"minimum": 3, "maximum": 2}, "^here allows no value"),
     ({"type": "integer", "minimum": 0.2, "maximum": 0.3}, "^here allows no value"),
+    ({"type": "integer", "minimum": 10**15}, r"no value.* \(numbers have up to 15 digits\)"),
     ({"minimum": "1"}, '^here.minimum is "1"; expected a number'),
     ({"exclusiveMaximum": float("inf")}, "^here.exclusiveMaximum is Infinity; expected a number"),
     ({"exclusiveMinimum": True}, "^here.exclusiveMinimum cannot be kept to"),
