@@ -1,5 +1,7 @@
 """One conversation in the core: its tokens, its caches, and the steps that extend them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ STREAMED_ROWS = 512
 MOST_ROWS = 2048
 _SHARE = 32  # 1/32 of what is left for experts may go into more than STREAMED_ROWS
 _LARGE = 64 << 30  # bytes of weights from which the same holds of reading them from memory
+TOGETHER = int(lib.CLB_TOGETHER)  # sessions in one pass, at most
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
 _COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
@@ -43,6 +46,7 @@ class Session:
         self.max_rows = min(max_rows, context)
         self.scratch = scratch or Scratch(model, context, self.max_rows)
         self.tokens: list[int] = []
+        self.staged: list[int] = []  # will run next; whoever holds the session may `step_together`
         self._error = ffi.new("clb_error *")
         out = ffi.new("clb_session **")
         wanted = self.scratch.handle, context, self.max_rows
@@ -61,8 +65,10 @@ class Session:
 
     def _make_room(self, rows: int) -> None:
         """Logits of a step: as many rows as one has ever asked for."""
-        self._logits = np.empty((rows, self.model.config.vocab_size), np.float32)
-        self._out = _floats(self._logits)
+        self._write_to(np.empty((rows, self.model.config.vocab_size), np.float32))
+
+    def _write_to(self, logits: np.ndarray) -> None:
+        self._logits, self._out = logits, _floats(logits)
 
     # ---- main model ---------------------------------------------------------------------------
 
@@ -91,14 +97,20 @@ class Session:
         rows = n if want == "all" else int(want == "last")
         if rows > len(self._logits):
             self._make_room(rows)
-        if lib.clb_session_length(self.handle) != len(self.tokens):
-            self.rewind(len(self.tokens))  # an exception came between the core's commit and ours
+        self._agree()
         code = lib.clb_step_all(self.handle, ids, n, _WANT[want], self._out, self._error)
         check(code, self._error)
+        self._commit(ids)
+        return self._logits[:rows]
+
+    def _agree(self) -> None:
+        if lib.clb_session_length(self.handle) != len(self.tokens):
+            self.rewind(len(self.tokens))  # an exception came between the core's commit and ours
+
+    def _commit(self, ids: Sequence[int]) -> None:
         self._start = len(self.tokens)
         self.tokens += ids
-        self._rows = n
-        return self._logits[:rows]
+        self._rows = len(ids)
 
     @property
     def logits(self) -> np.ndarray:
@@ -367,6 +379,31 @@ def _report_failed(_kind: Any, fault: BaseException, trace: Any) -> None:
 def colibri_report(who: Any, done: float) -> None:
     """The core tells how much of a step is done (csrc/colibri.h clb_report)."""
     ffi.from_handle(who)(done)
+
+
+def step_together(sessions: Sequence[Session]) -> None:
+    """Run what each session has staged, at least a token, in one pass, and commit it.
+
+    Each one's `logits` are then those of its rows, bit for bit what it would have had alone. At
+    most TOGETHER sessions, which share a scratch that has room for all the rows. Raises Cancelled,
+    if any of them is, or another error of the core, with nothing committed and all still staged.
+    """
+    counts = [len(session.staged) for session in sessions]
+    ids = [token for session in sessions for token in session.staged]
+    logits = np.empty((len(ids), sessions[0].model.config.vocab_size), np.float32)
+    for session in sessions:
+        session._agree()
+    code = lib.clb_step_together(
+        [session.handle for session in sessions], counts, len(sessions), ids, _WANT["all"],
+        _floats(logits), sessions[0]._error,
+    )  # fmt: skip
+    check(code, sessions[0]._error)
+    first = 0
+    for session, count in zip(sessions, counts, strict=True):
+        session._write_to(logits[first : first + count])
+        session._commit(session.staged)
+        session.staged = []
+        first += count
 
 
 def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:

@@ -38,6 +38,7 @@ def spec_decode(
     limits: Limits,
     ledger: Ledger,
     mode: Mode | str = Mode.COUPLED,
+    pause: bool = False,
 ) -> Generator[list[int], None, str]:
     """Yield the tokens of a turn, block by block; return "stop", "length" or "context".
 
@@ -49,6 +50,9 @@ def spec_decode(
     or any error of the core, leaves the same state: nothing is in the caches that was not yielded.
 
     With depth None nothing is drafted, but the MTP cache can still catch up with the text.
+
+    With `pause` an empty block comes before each pass, whose rows are then `session.staged`: the
+    caller may run them with those of other sessions (`step_together`); else this loop does.
     """
     turn = _Turn(session, sampler, drafter, depth, limits, ledger, mode)
     with turn:
@@ -64,7 +68,7 @@ def spec_decode(
             if stopped or turn.over:
                 return "stop"
             if turn.room > 0:
-                block = turn.step(turn.draft())
+                block = yield from turn.step(turn.draft(), pause)
     return turn.ended
 
 
@@ -129,7 +133,7 @@ class _Turn:
         self.ledger.enter(PICK)
         return drafts
 
-    def step(self, drafts: Drafts) -> list[int]:
+    def step(self, drafts: Drafts, pause: bool) -> Generator[list[int], None, list[int]]:
         """Run [pending, drafts...]; returns the drafts that stand and the token after them."""
         session, ids = self.session, [self.pending, *drafts.ids]
         self._source = VERIFY if drafts.ids else PLAIN
@@ -138,13 +142,17 @@ class _Turn:
             self.ledger.enter(ABSORB, session.length - session.mtp_length - 1)
             session.catch_up()
         self.ledger.enter(self._source, len(ids))
-        logits = session.step_all(ids)
-        self.ledger.enter(PICK)
         accepted = 0
         try:
+            if pause:
+                session.staged = ids
+                yield []
+            logits = session.step_all(ids) if session.length < base else session.logits
+            self.ledger.enter(PICK)
             accepted, token = self._judge(logits, drafts, base)
         finally:
-            if accepted < len(drafts.ids):
+            session.staged = []
+            if session.length > base + accepted:
                 session.rewind(base + accepted)
         self._record(drafts, accepted, token)
         return [*drafts.ids[:accepted], token]

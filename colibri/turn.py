@@ -26,8 +26,9 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 class Step(NamedTuple):
     """Tokens and pieces of one decoding step.
 
-    A chunk of the prompt gives neither; the last Step has no tokens, and a piece if a character was
-    left unfinished. Row i of the session's `logits` decided token i; they last until its next step.
+    A chunk of the prompt gives neither, nor does a pause; the last Step has no tokens, and a piece
+    if a character was left unfinished. Row i of the session's `logits` decided token i; they last
+    until its next step.
     """
 
     tokens: list[int]
@@ -119,8 +120,11 @@ class Turn:
         for step in self.steps():
             yield from step.pieces
 
-    def steps(self) -> Generator[Step, None, None]:
-        """Run the turn, once; yields after every chunk of the prompt and every step."""
+    def steps(self, pause: bool = False) -> Generator[Step, None, None]:
+        """Run the turn, once; yields after every chunk of the prompt and every step.
+
+        With `pause` also before every step, whose rows are then the session's `staged`.
+        """
         splitter = self._splitter
         self.session.cancel(False)
         if self._cancelled:  # looked at after that: a cancel between the two is not lost
@@ -133,7 +137,7 @@ class Turn:
             for _ in self._prefill(self.prompt.ids[reused:]):
                 yield Step([], [])
             between = self.session.counters()
-            with closing(self._decode()) as blocks:
+            with closing(self._decode(pause)) as blocks:
                 for tokens in blocks:
                     yield Step(tokens, self._show(splitter.push(tokens)))
         except Cancelled:
@@ -157,7 +161,7 @@ class Turn:
             yield done
         self._clock.prefilled = perf_counter()
 
-    def _decode(self) -> Generator[list[int], None, None]:
+    def _decode(self, pause: bool) -> Generator[list[int], None, None]:
         blocks = spec_decode(
             self.session,
             self.session.logits[0],
@@ -167,6 +171,7 @@ class Turn:
             Limits(self.max_tokens or self.session.context, self.engine.stops),
             self._ledger,
             self.engine.settings.mode,
+            pause,
         )
         with closing(blocks):  # or a turn that is left early is settled before its ledger ends
             while True:

@@ -11,53 +11,54 @@ enum {
 };
 
 typedef struct attention_job {
-    clb_session *s;
+    const clb_pass *p;
     const clb_layer *layer;
-    const float *kv;   /* [context][kv_lora + rope] */
+    int64_t number;    /* of the layer */
     int64_t first, n;  /* rows [first, first + n) of the pass */
-    const clb_rows *rows;
 } attention_job;
 
 /* ---- keys ----------------------------------------------------------------------------------- */
 
 static void finish_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
-    clb_session *s = job->s;
-    const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        float *key = (float *)job->kv + (job->rows->cache_row + r) * (c->kv_lora + c->rope);
+        const clb_row *row = &t->rows[r];
+        float *key = row->part->session->kv[job->number] + row->position * (c->kv_lora + c->rope);
         k->rmsnorm(key, job->layer->v[CLB_KV_A_NORM], c->rms_eps, c->kv_lora, key);
-        k->rope(key + c->kv_lora, s->scratch->angles + r * c->rope, c->rope / 2);
+        k->rope(key + c->kv_lora, t->angles + r * c->rope, c->rope / 2);
     }
 }
 
-void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+void clb_write_keys(clb_pass *p, const clb_layer *layer, int64_t number) {
+    const clb_model *m = p->model;
     int64_t width = m->config.kv_lora + m->config.rope;
-    attention_job job = {s, layer, s->kv[number], 0, rows->n, rows};
-    clb_project(m, &layer->w[CLB_KV_A], &t->in_hidden, s->kv[number] + rows->cache_row * width,
-                width);
-    clb_parallel(m->pool, rows->n, 8, finish_keys, &job);
-    if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(s, layer, number, rows);
+    attention_job job = {p, layer, number, 0, p->n};
+    for (int64_t i = 0; i < p->part_count; i++) {
+        const clb_part *part = &p->parts[i];
+        clb_project_rows(m, &layer->w[CLB_KV_A], &p->scratch->in_hidden, part->first, part->n,
+                         part->session->kv[number] + part->position * width, width);
+    }
+    clb_parallel(m->pool, p->n, 8, finish_keys, &job);
+    if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(p, layer, number);
 }
 
 /* ---- queries into the latent space ---------------------------------------------------------- */
 
 /* What head h's query of row r became: [kv_lora + rope]. */
 static float *latent_of(const attention_job *job, int64_t h, int64_t r) {
-    const clb_config *c = &job->s->model->config;
-    return job->s->scratch->absorbed + (h * job->n + r) * (c->kv_lora + c->rope);
+    const clb_config *c = &job->p->model->config;
+    return job->p->scratch->absorbed + (h * job->n + r) * (c->kv_lora + c->rope);
 }
 
 /* [sum over nope rows of kv_b, in order | roped query], for one head. */
 static void absorb_head(const attention_job *job, int64_t h, float *rows) {
-    clb_session *s = job->s;
-    clb_scratch *t = s->scratch;
-    const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
     int64_t head = c->nope + c->rope;
     const float *at[CLB_ROW_TILE];
     for (int64_t r = 0; r < job->n; r++) {
@@ -79,7 +80,7 @@ static void absorb_head(const attention_job *job, int64_t h, float *rows) {
 static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
     for (int64_t h = begin; h < end; h++)
-        absorb_head(job, h, clb_thread_scratch(job->s, thread));
+        absorb_head(job, h, clb_thread_scratch(job->p->scratch, thread));
 }
 
 /* ---- scores, softmax, weighted latents ------------------------------------------------------ */
@@ -130,11 +131,11 @@ static void mix_latents(const key_walk *walk) {
 
 static void attend_group(const attention_job *job, int64_t r, int64_t first_head, int64_t heads,
                          float *scores) {
-    clb_session *s = job->s;
-    const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
-    const clb_selection *keys = &s->scratch->selected[job->first + r];
-    key_walk walk = {k, keys, job->kv, c->kv_lora + c->rope, c->kv_lora, heads, {0}, scores};
+    const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
+    const clb_selection *keys = &job->p->scratch->selected[job->first + r];
+    const float *kv = job->p->scratch->rows[job->first + r].part->session->kv[job->number];
+    key_walk walk = {k, keys, kv, c->kv_lora + c->rope, c->kv_lora, heads, {0}, scores};
     for (int64_t h = 0; h < heads; h++) walk.latent[h] = latent_of(job, first_head + h, r);
     score_keys(&walk);
     for (int64_t h = 0; h < heads; h++) {
@@ -147,22 +148,21 @@ static void attend_group(const attention_job *job, int64_t r, int64_t first_head
 
 static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
-    int64_t heads = job->s->model->config.heads;
+    int64_t heads = job->p->model->config.heads;
     int64_t groups = (heads + CLB_HEAD_GROUP - 1) / CLB_HEAD_GROUP;
     for (int64_t i = begin; i < end; i++) {
         int64_t first = i % groups * CLB_HEAD_GROUP;
         int64_t n = heads - first < CLB_HEAD_GROUP ? heads - first : CLB_HEAD_GROUP;
-        attend_group(job, i / groups, first, n, clb_thread_scratch(job->s, thread));
+        attend_group(job, i / groups, first, n, clb_thread_scratch(job->p->scratch, thread));
     }
 }
 
 /* heads_out[r][h] = value rows of kv_b times the weighted latent, as any linear. */
 static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
-    clb_session *s = job->s;
-    clb_scratch *t = s->scratch;
-    const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
     const int32_t format = job->layer->w[CLB_KV_B].format;
     const clb_acts *mixed = &t->in_mixed.form[clb_order_of(format)];
     (void)thread;
@@ -182,22 +182,22 @@ static void expand_values(void *arg, int64_t begin, int64_t end, int32_t thread)
 
 static void rope_queries(void *arg, int64_t begin, int64_t end, int32_t thread) {
     attention_job *job = arg;
-    clb_session *s = job->s;
-    clb_scratch *t = s->scratch;
-    const clb_config *c = &s->model->config;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
     int64_t head = c->nope + c->rope;
     (void)thread;
     for (int64_t r = begin; r < end; r++)
         for (int64_t h = 0; h < c->heads; h++)
-            s->model->kernels->rope(t->query + (r * c->heads + h) * head + c->nope,
+            job->p->model->kernels->rope(t->query + (r * c->heads + h) * head + c->nope,
                                     t->angles + r * c->rope, c->rope / 2);
 }
 
-static void make_queries(clb_session *s, const clb_layer *layer, attention_job *job) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+static void make_queries(attention_job *job) {
+    clb_scratch *t = job->p->scratch;
+    const clb_model *m = job->p->model;
+    const clb_layer *layer = job->layer;
     const clb_config *c = &m->config;
-    int64_t n = job->rows->n;
+    int64_t n = job->p->n;
     clb_project(m, &layer->w[CLB_Q_A], &t->in_hidden, t->q_latent, c->q_lora);
     for (int64_t r = 0; r < n; r++) {
         float *q = t->q_latent + r * c->q_lora;
@@ -209,27 +209,26 @@ static void make_queries(clb_session *s, const clb_layer *layer, attention_job *
 }
 
 /* Which keys each row attends to: given, shared with the full layer before, or chosen here. */
-static void choose_keys(clb_session *s, const clb_layer *layer, int64_t number,
-                        const clb_rows *rows) {
-    clb_scratch *t = s->scratch;
-    if (rows->frozen || layer->index_kind == CLB_INDEX_SHARED) return;
-    for (int64_t r = 0; r < rows->n; r++) {
+static void choose_keys(clb_pass *p, const clb_layer *layer, int64_t number) {
+    clb_scratch *t = p->scratch;
+    if (p->frozen || layer->index_kind == CLB_INDEX_SHARED) return;
+    for (int64_t r = 0; r < p->n; r++) {
         t->selected[r].dense = true;
-        t->selected[r].count = (int32_t)(rows->cache_row + r + 1);
+        t->selected[r].count = (int32_t)(t->rows[r].position + 1);
     }
-    if (layer->index_kind == CLB_INDEX_FULL) clb_index_select(s, layer, number, rows);
+    if (layer->index_kind == CLB_INDEX_FULL) clb_index_select(p, layer, number);
 }
 
-void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+void clb_attend(clb_pass *p, const clb_layer *layer, int64_t number) {
+    clb_scratch *t = p->scratch;
+    const clb_model *m = p->model;
     const clb_config *c = &m->config;
-    attention_job job = {s, layer, s->kv[number], 0, 0, rows};
-    make_queries(s, layer, &job);
-    choose_keys(s, layer, number, rows);
+    attention_job job = {p, layer, number, 0, 0};
+    make_queries(&job);
+    choose_keys(p, layer, number);
     const int64_t groups = (c->heads + CLB_HEAD_GROUP - 1) / CLB_HEAD_GROUP;
-    for (job.first = 0; job.first < rows->n; job.first += CLB_ROW_BLOCK) {
-        int64_t left = rows->n - job.first;
+    for (job.first = 0; job.first < p->n; job.first += CLB_ROW_BLOCK) {
+        int64_t left = p->n - job.first;
         job.n = left < CLB_ROW_BLOCK ? left : CLB_ROW_BLOCK;
         clb_parallel(m->pool, c->heads, 1, absorb_queries, &job);
         clb_parallel(m->pool, job.n * groups, 1, attend_rows, &job);
@@ -237,8 +236,8 @@ void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const cl
                       c->kv_lora);
         clb_parallel(m->pool, c->heads, 1, expand_values, &job);
     }
-    for (int64_t r = 0; r < rows->n; r++)
-        s->counters.attended += t->selected[r].count * c->heads;
-    clb_input_set(&t->in_heads, t->heads_out, c->heads * c->v_head, rows->n, c->heads * c->v_head);
+    for (int64_t r = 0; r < p->n; r++)
+        t->rows[r].part->own.attended += t->selected[r].count * c->heads;
+    clb_input_set(&t->in_heads, t->heads_out, c->heads * c->v_head, p->n, c->heads * c->v_head);
     clb_project(m, &layer->w[CLB_O], &t->in_heads, t->branch, c->hidden);
 }

@@ -162,6 +162,12 @@ const clb_counters *clb_session_work(const clb_session *session); /* [CLB_WORKS]
    On any error the length is unchanged and the session stays usable. */
 int32_t clb_step_all(clb_session *session, const int32_t *ids, int64_t n, int32_t want,
                      float *logits, clb_error *error);
+/* The same for several sessions that share a scratch, each once: rows[i] of the ids for
+   sessions[i], and so with the logits; LAST is of the last one. Every row gives what it would
+   give alone. On any error nothing has changed for any of them. */
+enum { CLB_TOGETHER = 64 }; /* sessions at most */
+int32_t clb_step_together(clb_session *const *sessions, const int64_t *rows, int64_t count,
+                          const int32_t *ids, int32_t want, float *logits, clb_error *error);
 /* Post-norm hidden states [..][hidden] from the row at a position on, valid until the next step;
    NULL when they are gone. Kept are max_rows of them, and with an MTP layer CLB_WAITING more. */
 enum { CLB_WAITING = 512 }; /* 12 MB for GLM-5.2 */

@@ -102,9 +102,10 @@ typedef struct clb_pair {
     float weight;
 } clb_pair;
 
-struct clb_scratch { /* one step at a time uses it, of any session that asks for no more */
+struct clb_scratch { /* one pass at a time uses it, of any sessions that ask for no more */
     clb_model *model;
     int64_t context, max_rows, bytes;
+    struct clb_row *rows;              /* [max_rows] */
     float *angles;                     /* [max_rows][rope / 2][2] */
     float *x, *normed, *branch;        /* [max_rows][hidden] */
     float *concat;                     /* [max_rows][2 * hidden], MTP only */
@@ -223,47 +224,74 @@ void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t row
 const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format);
 void clb_project(const clb_model *model, const clb_matrix *w, clb_input *input, float *y,
                  int64_t y_stride);
+/* The same of rows [first, first + n) of the input alone. */
+void clb_project_rows(const clb_model *model, const clb_matrix *w, clb_input *input, int64_t first,
+                      int64_t n, float *y, int64_t y_stride);
+
+/* ---- pass.c --------------------------------------------------------------------------------- */
+
+typedef struct clb_part { /* one session's rows in a pass */
+    clb_session *session;
+    int64_t n, position; /* so many, from that row of its caches on */
+    int32_t work;        /* CLB_PLAIN .. */
+    int64_t first;       /* of them in the pass */
+    clb_counters own;    /* what these rows alone cost */
+} clb_part;
+
+typedef struct clb_row {
+    clb_part *part;
+    int64_t position; /* for RoPE; and where its keys lie in its session's caches */
+} clb_row;
+
+typedef struct clb_pass { /* rows of a session, or of several that share a scratch, side by side */
+    clb_model *model;
+    clb_scratch *scratch;
+    clb_part *parts;
+    int64_t part_count, n; /* n: rows of all parts */
+    bool frozen;           /* no keys are written, the selection is given (shared draft) */
+    clb_counters counters; /* what all parts cost together */
+} clb_pass;
+
+clb_pass clb_pass_of(clb_part *parts, int64_t count);
+/* Fills scratch->rows and their angles; for no more rows than the scratch has room for. */
+void clb_pass_lay(clb_pass *p);
+/* Only the last row goes on; what is known of it moves to row 0. */
+void clb_pass_last(clb_pass *p);
+/* Adds what was counted to the sessions: what parts cost together, by their numbers of rows. */
+void clb_pass_charge(clb_pass *p);
+/* The experts of row r, [experts_per_token]. */
+clb_route clb_route_of(const clb_pass *p, int64_t r, int64_t number);
+/* The highest position of rows [first, first + n). */
+int64_t clb_last_position(const clb_pass *p, int64_t first, int64_t n);
+bool clb_cancelled(const clb_pass *p); /* any of its sessions */
+/* So much of main layer `number` is done. */
+void clb_tell(const clb_pass *p, int64_t number, double share);
 
 /* ---- the parts of a layer ------------------------------------------------------------------ */
 
-typedef struct clb_rows { /* the rows of one pass through one layer */
-    int64_t n;
-    int64_t position;  /* of row 0, for RoPE; row r is at position + r */
-    int64_t cache_row; /* where row 0's keys go */
-    bool frozen;       /* no keys are written, the selection is given (shared draft) */
-} clb_rows;
-
-/* Keys and values of the rows in s->in_hidden go to the caches. */
-void clb_write_keys(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows);
-/* s->branch = attention of the rows in s->in_hidden, whose keys are in the caches. */
-void clb_attend(clb_session *s, const clb_layer *layer, int64_t number, const clb_rows *rows);
-void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
-                     const clb_rows *rows);
-/* Fills s->selected for the rows in s->in_hidden and s->in_latent. */
-void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
-                      const clb_rows *rows);
-void clb_route_rows(clb_session *s, const clb_layer *layer, int64_t number, int64_t n);
-int32_t clb_moe(clb_session *s, clb_layer *layer, int64_t number, int64_t n, clb_error *error);
-void clb_mlp(clb_session *s, const clb_layer *layer, int64_t n, float *y);
-/* s->normed = norm(s->x), as the input of the layer's attention. */
-void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n);
+/* Keys and values of the rows in scratch->in_hidden go to the caches. */
+void clb_write_keys(clb_pass *p, const clb_layer *layer, int64_t number);
+/* branch = attention of the rows in in_hidden, whose keys are in the caches. */
+void clb_attend(clb_pass *p, const clb_layer *layer, int64_t number);
+void clb_index_write(clb_pass *p, const clb_layer *layer, int64_t number);
+/* Fills `selected` for the rows in in_hidden and in_latent. */
+void clb_index_select(clb_pass *p, const clb_layer *layer, int64_t number);
+void clb_route_rows(clb_pass *p, const clb_layer *layer, int64_t number);
+int32_t clb_moe(clb_pass *p, clb_layer *layer, int64_t number, clb_error *error);
+void clb_mlp(clb_pass *p, const clb_layer *layer, float *y);
+/* normed = norm(x), as the input of the layer's attention. */
+void clb_attention_input(clb_pass *p, const clb_layer *layer);
 /* From clb_attention_input on: x += attention; x += mlp(norm(x)). */
-int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error);
-bool clb_cancelled(clb_session *s);
-/* So much of main layer `number` is done. */
-void clb_tell(const clb_session *s, int64_t number, double share);
+int32_t clb_layer_finish(clb_pass *p, int64_t number, clb_error *error);
 int32_t clb_check_loaded(const clb_model *m, clb_error *error);
 int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error);
-void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride);
-void clb_add_rows(clb_session *s, const float *branch, int64_t n);
-void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits);
+void clb_embed(const clb_model *m, const int32_t *ids, int64_t n, float *out);
+void clb_add_rows(clb_pass *p, const float *branch);
+void clb_head(clb_pass *p, const float *hidden, int64_t n, float *logits);
 void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int64_t n, float *y,
                       int64_t y_stride);
-void clb_set_angles(clb_session *s, const clb_rows *rows);
 /* [thread_floats] of a thread's own. */
-float *clb_thread_scratch(const clb_session *s, int32_t thread);
+float *clb_thread_scratch(const clb_scratch *t, int32_t thread);
 int64_t clb_keys_chosen(const clb_config *c, int64_t context); /* by one row, at most */
-/* What was counted since `before` was done for this kind of work. */
-void clb_charge(clb_session *s, int32_t work, const clb_counters *before);
 
 #endif

@@ -30,13 +30,13 @@ int32_t clb_residency_wait(clb_model *m, clb_lease *leases, int64_t n, bool bloc
 /* Takes in what has arrived and puts more in flight; never waits, so call it between kernels. */
 void clb_residency_poll(clb_model *m);
 void clb_residency_release(clb_model *m, clb_lease *leases, int64_t n);
-/* Counts a row's uses of a layer's experts. */
+/* Counts the uses of a layer's experts by a row of the last step. */
 void clb_residency_count(clb_session *s, int64_t layer, int64_t row);
 /* Counts all uses of the last step: those of rows that were kept, in token order. */
 void clb_residency_commit(clb_session *s);
 
 /* pilot.c: after a layer, guesses the next sparse layer's experts and reads those that are missing
    into spare slots, when the disk has nothing else to do. */
-void clb_pilot_hint(clb_session *s, int64_t layer, int64_t rows);
+void clb_pilot_hint(clb_pass *p, int64_t layer);
 
 #endif

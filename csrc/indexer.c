@@ -7,57 +7,58 @@
 enum { KEY_TILE = 256 }; /* keys scored by one task */
 
 typedef struct index_job {
-    clb_session *s;
-    const float *keys;    /* [context][index_dim] */
-    int64_t first, n;     /* rows [first, first + n) of the pass */
+    const clb_pass *p;
+    const clb_layer *layer;
+    int64_t number;   /* of the layer */
+    int64_t first, n; /* rows [first, first + n) of the pass */
     int64_t tiles;
-    int64_t cache_row;
 } index_job;
 
-typedef struct index_key_job {
-    clb_session *s;
-    const clb_layer *layer;
-    float *keys; /* of row 0 */
-} index_key_job;
+/* [context][index_dim] */
+static float *index_keys_of(const index_job *job, int64_t r) {
+    return job->p->scratch->rows[r].part->session->index_keys[job->number];
+}
 
 static void finish_index_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    index_key_job *job = arg;
-    clb_session *s = job->s;
-    const clb_config *c = &s->model->config;
-    const clb_kernels *k = s->model->kernels;
+    index_job *job = arg;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        float *key = job->keys + r * c->index_dim;
+        float *key = index_keys_of(job, r) + t->rows[r].position * c->index_dim;
         k->layernorm(key, job->layer->v[CLB_INDEX_K_NORM], job->layer->v[CLB_INDEX_K_BIAS],
                      c->index_eps, c->index_dim, key);
-        k->rope(key, s->scratch->angles + r * c->rope, c->rope / 2);
+        k->rope(key, t->angles + r * c->rope, c->rope / 2);
     }
 }
 
-void clb_index_write(clb_session *s, const clb_layer *layer, int64_t number,
-                     const clb_rows *rows) {
-    int64_t dim = s->model->config.index_dim;
-    index_key_job job = {s, layer, s->index_keys[number] + rows->cache_row * dim};
-    clb_project(s->model, &layer->w[CLB_INDEX_K], &s->scratch->in_hidden, job.keys, dim);
-    clb_parallel(s->model->pool, rows->n, 8, finish_index_keys, &job);
+void clb_index_write(clb_pass *p, const clb_layer *layer, int64_t number) {
+    int64_t dim = p->model->config.index_dim;
+    index_job job = {p, layer, number, 0, p->n, 0};
+    for (int64_t i = 0; i < p->part_count; i++) {
+        const clb_part *part = &p->parts[i];
+        clb_project_rows(p->model, &layer->w[CLB_INDEX_K], &p->scratch->in_hidden, part->first,
+                         part->n, part->session->index_keys[number] + part->position * dim, dim);
+    }
+    clb_parallel(p->model->pool, p->n, 8, finish_index_keys, &job);
 }
 
 /* ---- scores --------------------------------------------------------------------------------- */
 
 static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
-    clb_session *s = job->s;
-    clb_scratch *t = s->scratch;
-    const clb_config *c = &s->model->config;
+    const clb_scratch *t = job->p->scratch;
+    const clb_config *c = &job->p->model->config;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
-        int64_t last = clb_least(first + KEY_TILE, job->cache_row + row + 1);
-        if (first >= last) continue;
-        s->model->kernels->index_scores(t->index_query + row * c->index_heads * c->index_dim,
+        int64_t last = clb_least(first + KEY_TILE, t->rows[row].position + 1);
+        if (first >= last || t->rows[row].position < c->index_topk) continue; /* takes all */
+        job->p->model->kernels->index_scores(t->index_query + row * c->index_heads * c->index_dim,
                                         t->index_weight + row * c->index_heads, c->index_heads,
-                                        c->index_dim, job->keys, first, last,
-                                        t->index_score + r * s->context + first);
+                                        c->index_dim, index_keys_of(job, row), first, last,
+                                             t->index_score + r * t->context + first);
     }
 }
 
@@ -98,8 +99,8 @@ static uint64_t kth_smallest(uint64_t *v, int64_t n, int64_t k) {
     return v[k];
 }
 
-static void select_row(clb_session *s, const float *score, clb_selection *out, uint64_t *order) {
-    int64_t n = out->count, topk = s->model->config.index_topk, kept = 0;
+static void select_row(int64_t topk, const float *score, clb_selection *out, uint64_t *order) {
+    int64_t n = out->count, kept = 0;
     for (int64_t t = 0; t < n; t++) order[t] = rank_of(score[t], t);
     uint64_t limit = kth_smallest(order, n, topk - 1);
     for (int64_t t = 0; t < n; t++)
@@ -110,44 +111,43 @@ static void select_row(clb_session *s, const float *score, clb_selection *out, u
 
 static void select_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
-    clb_session *s = job->s;
-    clb_scratch *t = s->scratch;
+    const clb_scratch *t = job->p->scratch;
+    int64_t topk = job->p->model->config.index_topk;
     for (int64_t r = begin; r < end; r++) {
         clb_selection *row = &t->selected[job->first + r];
-        if (row->count > s->model->config.index_topk)
-            select_row(s, t->index_score + r * s->context, row,
-                       t->index_order + thread * s->context);
+        if (row->count > topk)
+            select_row(topk, t->index_score + r * t->context, row,
+                       t->index_order + thread * t->context);
     }
 }
 
-static void make_index_queries(clb_session *s, const clb_layer *layer, int64_t n) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+static void make_index_queries(clb_pass *p, const clb_layer *layer) {
+    clb_scratch *t = p->scratch;
+    const clb_model *m = p->model;
     const clb_config *c = &m->config;
     float scale = 1.0f / sqrtf((float)c->index_heads * (float)c->index_dim);
-    s->counters.dense_bytes += clb_matrix_bytes(&layer->w[CLB_INDEX_Q]) +
+    p->counters.dense_bytes += clb_matrix_bytes(&layer->w[CLB_INDEX_Q]) +
                                clb_matrix_bytes(&layer->w[CLB_INDEX_WEIGHTS]);
     clb_project(m, &layer->w[CLB_INDEX_Q], &t->in_latent, t->index_query,
                 c->index_heads * c->index_dim);
     clb_project(m, &layer->w[CLB_INDEX_WEIGHTS], &t->in_hidden, t->index_weight, c->index_heads);
-    m->kernels->scale(scale, t->index_weight, n * c->index_heads);
-    for (int64_t i = 0; i < n * c->index_heads; i++)
+    m->kernels->scale(scale, t->index_weight, p->n * c->index_heads);
+    for (int64_t i = 0; i < p->n * c->index_heads; i++)
         m->kernels->rope(t->index_query + i * c->index_dim,
                          t->angles + i / c->index_heads * c->rope, c->rope / 2);
 }
 
-void clb_index_select(clb_session *s, const clb_layer *layer, int64_t number,
-                      const clb_rows *rows) {
-    const clb_config *c = &s->model->config;
-    if (rows->cache_row + rows->n <= c->index_topk) return; /* every row attends to all */
-    make_index_queries(s, layer, rows->n);
-    for (int64_t first = 0; first < rows->n; first += CLB_ROW_BLOCK) {
-        int64_t n = clb_least(CLB_ROW_BLOCK, rows->n - first);
-        index_job job = {s, s->index_keys[number], first, n, 0, rows->cache_row};
-        job.tiles = (rows->cache_row + first + job.n + KEY_TILE - 1) / KEY_TILE;
-        for (int64_t r = 0; r < job.n; r++)
-            s->counters.index_scores += rows->cache_row + first + r + 1;
-        clb_parallel(s->model->pool, job.n * job.tiles, 1, score_tiles, &job);
-        clb_parallel(s->model->pool, job.n, 1, select_rows, &job);
+void clb_index_select(clb_pass *p, const clb_layer *layer, int64_t number) {
+    const clb_row *rows = p->scratch->rows;
+    const int64_t topk = p->model->config.index_topk;
+    if (clb_last_position(p, 0, p->n) < topk) return; /* every row attends to all */
+    make_index_queries(p, layer);
+    for (int64_t first = 0; first < p->n; first += CLB_ROW_BLOCK) {
+        index_job job = {p, layer, number, first, clb_least(CLB_ROW_BLOCK, p->n - first), 0};
+        job.tiles = clb_last_position(p, first, job.n) / KEY_TILE + 1;
+        for (int64_t r = first; r < first + job.n; r++)
+            if (rows[r].position >= topk) rows[r].part->own.index_scores += rows[r].position + 1;
+        clb_parallel(p->model->pool, job.n * job.tiles, 1, score_tiles, &job);
+        clb_parallel(p->model->pool, job.n, 1, select_rows, &job);
     }
 }

@@ -24,32 +24,31 @@ int32_t clb_mtp_rewind(clb_session *s, int64_t length, clb_error *error) {
 }
 
 /* x = W_eh [ rms(embedding) ; rms(hidden) ] for n rows, and the attention input made of it. */
-static void join(clb_session *s, const float *hidden, const int32_t *tokens, const clb_rows *rows) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+static void join(clb_pass *p, const float *hidden, const int32_t *tokens) {
+    clb_scratch *t = p->scratch;
+    const clb_model *m = p->model;
     const clb_layer *layer = &m->layers[m->config.layers];
     int64_t width = m->config.hidden;
-    clb_embed(s, tokens, rows->n, t->x, width);
-    clb_rmsnorm_rows(m, t->x, layer->v[CLB_E_NORM], rows->n, t->concat, 2 * width);
-    clb_rmsnorm_rows(m, hidden, layer->v[CLB_H_NORM], rows->n, t->concat + width, 2 * width);
-    clb_input_set(&t->in_concat, t->concat, 2 * width, rows->n, 2 * width);
+    clb_pass_lay(p);
+    clb_embed(m, tokens, p->n, t->x);
+    clb_rmsnorm_rows(m, t->x, layer->v[CLB_E_NORM], p->n, t->concat, 2 * width);
+    clb_rmsnorm_rows(m, hidden, layer->v[CLB_H_NORM], p->n, t->concat + width, 2 * width);
+    clb_input_set(&t->in_concat, t->concat, 2 * width, p->n, 2 * width);
     clb_project(m, &layer->w[CLB_EH], &t->in_concat, t->x, width);
-    clb_set_angles(s, rows);
-    clb_attention_input(s, layer, rows->n);
+    clb_attention_input(p, layer);
 }
 
-/* From the attention on, for the one row in s->scratch->x: its post-norm output and logits. */
-static int32_t finish_row(clb_session *s, const clb_rows *row, float *logits, float *draft_hidden,
-                          clb_error *error) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+/* From the attention on, for the one row in scratch->x: its post-norm output and logits. */
+static int32_t finish_row(clb_pass *p, float *logits, float *draft_hidden, clb_error *error) {
+    clb_scratch *t = p->scratch;
+    const clb_model *m = p->model;
     int64_t number = m->config.layers;
-    int32_t code = clb_layer_finish(s, number, row, error);
+    int32_t code = clb_layer_finish(p, number, error);
     if (code) return code;
-    if (m->layers[number].sparse) clb_residency_count(s, number, 0);
+    if (m->layers[number].sparse) clb_residency_count(p->parts->session, number, 0);
     clb_rmsnorm_rows(m, t->x, m->layers[number].v[CLB_HEAD_NORM], 1, t->normed, m->config.hidden);
     if (draft_hidden) memcpy(draft_hidden, t->normed, (size_t)m->config.hidden * sizeof(float));
-    if (logits) clb_head(s, t->normed, 1, logits);
+    if (logits) clb_head(p, t->normed, 1, logits);
     return CLB_OK;
 }
 
@@ -71,57 +70,53 @@ static int64_t key_bytes(const clb_layer *layer) {
     return bytes;
 }
 
-static int32_t absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
-                      float *logits, float *draft_hidden, clb_error *error) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
-    int64_t width = m->config.hidden;
+static int32_t absorb(clb_pass *p, const float *hidden, const int32_t *next, float *logits,
+                      float *draft_hidden, clb_error *error) {
+    clb_session *s = p->parts->session;
+    clb_layer *layer = &p->model->layers[p->model->config.layers];
+    int64_t n = p->n;
     int32_t code = check_mtp(s, s->mtp_length, n, error);
     if (!code) code = clb_check_ids(s, next, n, error);
     if (code) return code;
-    clb_rows rows = {.n = n, .position = s->mtp_length, .cache_row = s->mtp_length};
     s->mtp_seed.count = 0; /* drafting from an older row would be wrong */
-    join(s, hidden, next, &rows);
-    clb_write_keys(s, &m->layers[m->config.layers], m->config.layers, &rows);
+    join(p, hidden, next);
+    clb_write_keys(p, layer, p->model->config.layers);
     if (logits || draft_hidden) { /* only the last row is ever asked for its output */
-        clb_rows last = {.n = 1, .position = rows.position + n - 1,
-                         .cache_row = rows.cache_row + n - 1};
-        memmove(t->x, t->x + (n - 1) * width, (size_t)width * sizeof *t->x);
-        clb_set_angles(s, &last);
-        clb_attention_input(s, &m->layers[m->config.layers], 1);
-        code = finish_row(s, &last, logits, draft_hidden, error);
+        clb_pass_last(p);
+        clb_attention_input(p, layer);
+        code = finish_row(p, logits, draft_hidden, error);
         if (code) return code;
         keep_seed(s);
     } else {
-        s->counters.dense_bytes += key_bytes(&m->layers[m->config.layers]);
+        p->counters.dense_bytes += key_bytes(layer);
     }
     s->mtp_length += n;
     return CLB_OK;
 }
 
-static int32_t draft(clb_session *s, int32_t token, int64_t step, float *hidden, float *logits,
+static int32_t draft(clb_pass *p, int32_t token, int64_t step, float *hidden, float *logits,
                      clb_error *error) {
-    clb_scratch *t = s->scratch;
-    const clb_model *m = s->model;
+    clb_session *s = p->parts->session;
+    clb_selection *selected = p->scratch->selected;
+    const clb_model *m = p->model;
     if (step < 1 || step > s->context || s->mtp_length < 1 || s->mtp_seed.count < 1)
         return clb_fail(error, CLB_INVALID, "a draft step follows an absorb that gave a hidden");
-    int64_t number = m->config.layers, row = s->mtp_length - 1 + step;
-    int32_t code = check_mtp(s, row, 1, error);
+    int32_t code = check_mtp(s, s->mtp_length - 1 + step, 1, error);
     if (!code) code = clb_check_ids(s, &token, 1, error);
     if (code) return code;
-    clb_rows rows = {.n = 1, .position = row, .cache_row = row,
-                     .frozen = m->config.mtp_share_index};
-    join(s, hidden, &token, &rows);
-    if (rows.frozen) {
-        t->selected[0].count = s->mtp_seed.count;
-        t->selected[0].dense = s->mtp_seed.dense;
+    p->parts->position = s->mtp_length - 1 + step;
+    p->frozen = m->config.mtp_share_index;
+    join(p, hidden, &token);
+    if (p->frozen) {
+        selected->count = s->mtp_seed.count;
+        selected->dense = s->mtp_seed.dense;
         if (!s->mtp_seed.dense)
-            memcpy(t->selected[0].index, s->mtp_seed_index,
+            memcpy(selected->index, s->mtp_seed_index,
                    (size_t)s->mtp_seed.count * sizeof *s->mtp_seed_index);
     } else {
-        clb_write_keys(s, &m->layers[number], number, &rows);
+        clb_write_keys(p, &m->layers[m->config.layers], m->config.layers);
     }
-    return finish_row(s, &rows, logits, hidden, error);
+    return finish_row(p, logits, hidden, error);
 }
 
 int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next, int64_t n,
@@ -129,9 +124,10 @@ int32_t clb_mtp_absorb(clb_session *s, const float *hidden, const int32_t *next,
     fenv_t was;
     int32_t code = clb_begin(s->model, &was, error);
     if (code) return code;
-    clb_counters before = s->counters;
-    code = absorb(s, hidden, next, n, logits, draft_hidden, error);
-    clb_charge(s, CLB_ABSORB, &before);
+    clb_part part = {.session = s, .n = n, .position = s->mtp_length, .work = CLB_ABSORB};
+    clb_pass pass = clb_pass_of(&part, 1);
+    code = absorb(&pass, hidden, next, logits, draft_hidden, error);
+    clb_pass_charge(&pass);
     clb_end(s->model, &was);
     return code;
 }
@@ -141,9 +137,10 @@ int32_t clb_mtp_draft(clb_session *s, int32_t token, int64_t step, float *hidden
     fenv_t was;
     int32_t code = clb_begin(s->model, &was, error);
     if (code) return code;
-    clb_counters before = s->counters;
-    code = draft(s, token, step, hidden, logits, error);
-    clb_charge(s, CLB_DRAFT, &before);
+    clb_part part = {.session = s, .n = 1, .work = CLB_DRAFT};
+    clb_pass pass = clb_pass_of(&part, 1);
+    code = draft(&pass, token, step, hidden, logits, error);
+    clb_pass_charge(&pass);
     clb_end(s->model, &was);
     return code;
 }

@@ -80,43 +80,43 @@ static bool held(const clb_model *m, int32_t layer, int32_t expert) {
 /* ---- guesses to be read ---------------------------------------------------------------------- */
 
 /* False: no spare slot is free. */
-static bool read_guess(clb_session *s, int32_t layer, int32_t expert, int32_t rank) {
-    clb_residency *r = s->model->residency;
+static bool read_guess(clb_pass *p, int32_t layer, int32_t expert, int32_t rank) {
+    clb_residency *r = p->model->residency;
     for (int i = 0; i < CLB_PILOT_SLOTS; i++) {
         const clb_slot *slot = &r->pools[0].slots[r->pilot.stage[i]];
         if (slot->layer != CLB_NONE || slot->reads_left) continue;
         r->pilot.rank[i] = rank;
         r->pilot.trust[rank].next = r->pilot.hints + r->pilot.trust[rank].gap;
-        clb_load_start(s->model, &r->pools[0], r->pilot.stage[i], layer, expert);
-        s->counters.pilot_reads++;
-        s->counters.pilot_bytes += s->model->layers[layer].expert_bytes;
-        s->counters.read_bytes += s->model->layers[layer].expert_bytes;
+        clb_load_start(p->model, &r->pools[0], r->pilot.stage[i], layer, expert);
+        p->counters.pilot_reads++;
+        p->counters.pilot_bytes += p->model->layers[layer].expert_bytes;
+        p->counters.read_bytes += p->model->layers[layer].expert_bytes;
         return true;
     }
     return false;
 }
 
-/* The next layer's router on this layer's output: guesses in s->routes[layer], for now. */
-static void guess_by_router(clb_session *s, int64_t layer, int64_t rows) {
-    clb_scratch *t = s->scratch;
-    const clb_layer *next = &s->model->layers[layer];
-    int64_t hidden = s->model->config.hidden;
-    clb_rmsnorm_rows(s->model, t->x, next->v[CLB_POST_NORM], rows, t->normed, hidden);
-    clb_input_set(&t->in_mlp, t->normed, hidden, rows, hidden);
-    clb_route_rows(s, next, layer, rows);
+/* The next layer's router on this layer's output: guesses are that layer's routes, for now. */
+static void guess_by_router(clb_pass *p, int64_t layer) {
+    clb_scratch *t = p->scratch;
+    const clb_layer *next = &p->model->layers[layer];
+    int64_t hidden = p->model->config.hidden;
+    clb_rmsnorm_rows(p->model, t->x, next->v[CLB_POST_NORM], p->n, t->normed, hidden);
+    clb_input_set(&t->in_mlp, t->normed, hidden, p->n, hidden);
+    clb_route_rows(p, next, layer);
 }
 
 /* The surest guess not yet in memory, by the router's choice of any row; CLB_NONE: no more. */
-static int32_t surest(const clb_session *s, int64_t layer, int64_t rows) {
-    const clb_config *c = &s->model->config;
-    const float *bias = s->model->layers[layer].v[CLB_ROUTER_BIAS];
+static int32_t surest(const clb_pass *p, int64_t layer) {
+    const clb_config *c = &p->model->config;
+    const float *bias = p->model->layers[layer].v[CLB_ROUTER_BIAS];
     int64_t k = c->experts_per_token;
     int32_t best = CLB_NONE;
     float most = 0.0f;
-    for (int64_t i = 0; i < rows * k; i++) {
-        int32_t e = s->routes[layer].expert[i];
-        float choice = s->scratch->router[i / k * c->experts + e] + bias[e];
-        if ((best != CLB_NONE && !(choice > most)) || held(s->model, (int32_t)layer, e)) continue;
+    for (int64_t i = 0; i < p->n * k; i++) {
+        int32_t e = clb_route_of(p, i / k, layer).expert[i % k];
+        float choice = p->scratch->router[i / k * c->experts + e] + bias[e];
+        if ((best != CLB_NONE && !(choice > most)) || held(p->model, (int32_t)layer, e)) continue;
         best = e;
         most = choice;
     }
@@ -132,31 +132,31 @@ static int32_t next_fed(const clb_model *m, int64_t layer) {
     return CLB_NONE;
 }
 
-static void read_guesses(clb_session *s, int64_t layer, int64_t rows) {
-    clb_pilot *p = &s->model->residency->pilot;
-    bool routed = p->mode == CLB_PILOT_ROUTER;
-    if (routed) guess_by_router(s, layer, rows);
-    p->quiet++;
-    for (int32_t rank = 0; rank < CLB_PILOT_SLOTS && may_read(p, rank); rank++) {
-        int32_t e = routed ? surest(s, layer, rows) : next_fed(s->model, layer);
-        if (e == CLB_NONE || !read_guess(s, (int32_t)layer, e, rank)) break;
-        p->quiet = 0;
+static void read_guesses(clb_pass *p, int64_t layer) {
+    clb_pilot *pilot = &p->model->residency->pilot;
+    bool routed = pilot->mode == CLB_PILOT_ROUTER;
+    if (routed) guess_by_router(p, layer);
+    pilot->quiet++;
+    for (int32_t rank = 0; rank < CLB_PILOT_SLOTS && may_read(pilot, rank); rank++) {
+        int32_t e = routed ? surest(p, layer) : next_fed(p->model, layer);
+        if (e == CLB_NONE || !read_guess(p, (int32_t)layer, e, rank)) break;
+        pilot->quiet = 0;
     }
-    clb_load_pump(s->model);
+    clb_load_pump(p->model);
 }
 
-void clb_pilot_hint(clb_session *s, int64_t layer, int64_t rows) {
-    clb_model *m = s->model;
+void clb_pilot_hint(clb_pass *p, int64_t layer) {
+    clb_model *m = p->model;
     clb_residency *r = m->residency;
-    clb_pilot *p = &r->pilot;
-    if (!p->mode || r->pools[0].count == 0 || rows > MOST_ROWS || layer >= m->config.layers ||
+    clb_pilot *pilot = &r->pilot;
+    if (!pilot->mode || r->pools[0].count == 0 || p->n > MOST_ROWS || layer >= m->config.layers ||
         !m->layers[layer].sparse)
         return;
     clb_load_take_in(m, false);
     expire(r, layer);
-    p->hints++;
-    bool look = p->hints % (1 << (p->quiet < QUIET ? p->quiet : QUIET)) == 0;
-    if (look && may_read(p, 0) && clb_load_idle(r)) read_guesses(s, layer, rows);
+    pilot->hints++;
+    bool look = pilot->hints % (1 << (pilot->quiet < QUIET ? pilot->quiet : QUIET)) == 0;
+    if (look && may_read(pilot, 0) && clb_load_idle(r)) read_guesses(p, layer);
 }
 
 static int32_t feed(clb_model *m, const int32_t *guesses, int64_t count, clb_error *error) {

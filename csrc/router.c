@@ -7,9 +7,9 @@
 static const float LAST = -1e38f;
 
 typedef struct route_job {
-    clb_session *s;
+    const clb_pass *p;
     const clb_layer *layer;
-    clb_route *route;
+    int64_t number;
 } route_job;
 
 /* Best of choice[first, last) that is not yet -inf; the lowest index wins ties. -1: none left. */
@@ -73,20 +73,21 @@ static void route_row(const clb_config *c, const float *score, const float *bias
 
 static void route_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     route_job *job = arg;
-    const clb_config *c = &job->s->model->config;
+    const clb_model *m = job->p->model;
+    const clb_config *c = &m->config;
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        float *score = job->s->scratch->router + r * c->experts;
-        job->s->model->kernels->sigmoid(score, c->experts, score);
-        route_row(c, score, job->layer->v[CLB_ROUTER_BIAS],
-                  job->route->expert + r * c->experts_per_token,
-                  job->route->weight + r * c->experts_per_token);
+        float *score = job->p->scratch->router + r * c->experts;
+        clb_route route = clb_route_of(job->p, r, job->number);
+        m->kernels->sigmoid(score, c->experts, score);
+        route_row(c, score, job->layer->v[CLB_ROUTER_BIAS], route.expert, route.weight);
     }
 }
 
-void clb_route_rows(clb_session *s, const clb_layer *layer, int64_t number, int64_t n) {
-    clb_scratch *t = s->scratch;
-    route_job job = {s, layer, &s->routes[number]};
-    clb_project(s->model, &layer->w[CLB_ROUTER], &t->in_mlp, t->router, s->model->config.experts);
-    clb_parallel(s->model->pool, n, 4, route_rows, &job);
+void clb_route_rows(clb_pass *p, const clb_layer *layer, int64_t number) {
+    const clb_model *m = p->model;
+    clb_scratch *t = p->scratch;
+    route_job job = {p, layer, number};
+    clb_project(m, &layer->w[CLB_ROUTER], &t->in_mlp, t->router, m->config.experts);
+    clb_parallel(m->pool, p->n, 4, route_rows, &job);
 }

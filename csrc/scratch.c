@@ -1,4 +1,4 @@
-/* The memory of one step, apart from the caches: conversations that take turns share it. */
+/* The memory of one step, apart from the caches: all conversations of a model share it. */
 #include <stdlib.h>
 #include "experts.h"
 
@@ -32,6 +32,7 @@ static void take_rows(clb_scratch *s, clb_taken *t) {
     int64_t n = s->max_rows;
     int64_t wide = clb_most(s->pair_rows * c->moe_intermediate,
                             n * clb_most(c->intermediate, c->moe_intermediate * c->shared_experts));
+    s->rows = clb_take(t, n, 1, (int64_t)sizeof *s->rows);
     s->x = clb_take_floats(t, n, c->hidden);
     s->normed = clb_take_floats(t, n, c->hidden);
     s->branch = clb_take_floats(t, n, c->hidden);
@@ -90,7 +91,7 @@ int32_t clb_scratch_new(clb_model *m, int64_t context, int64_t max_rows, clb_scr
 
 void clb_scratch_free(clb_scratch *s) {
     if (!s) return;
-    void *owned[] = {s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent, s->query,
+    void *owned[] = {s->rows, s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent, s->query,
                      s->absorbed, s->heads_out, s->index_query, s->index_weight, s->index_score,
                      s->index_order, s->gate, s->up, s->router, s->shared, s->pair_out, s->pairs,
                      s->leases, s->runs, s->active_runs, s->active_pairs, s->selected,
@@ -104,6 +105,6 @@ void clb_scratch_free(clb_scratch *s) {
 
 int64_t clb_scratch_bytes(const clb_scratch *s) { return s->bytes; }
 
-float *clb_thread_scratch(const clb_session *s, int32_t thread) {
-    return s->scratch->of_threads + thread * s->scratch->thread_floats;
+float *clb_thread_scratch(const clb_scratch *t, int32_t thread) {
+    return t->of_threads + thread * t->thread_floats;
 }

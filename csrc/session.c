@@ -78,14 +78,6 @@ const clb_counters *clb_session_counters(const clb_session *s) { return &s->coun
 
 const clb_counters *clb_session_work(const clb_session *s) { return s->work; }
 
-void clb_charge(clb_session *s, int32_t work, const clb_counters *before) {
-    int64_t now[sizeof *before / sizeof(int64_t)], then[sizeof now / sizeof *now], *sum;
-    memcpy(now, &s->counters, sizeof now);
-    memcpy(then, before, sizeof then);
-    sum = (int64_t *)&s->work[work]; /* a struct of nothing but int64 */
-    for (size_t i = 0; i < sizeof now / sizeof *now; i++) sum[i] += now[i] - then[i];
-}
-
 const float *clb_session_hidden(const clb_session *s, int64_t position) {
     if (position < s->window || position >= s->length) return NULL;
     return s->hidden + (position - s->window) * s->model->config.hidden;

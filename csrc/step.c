@@ -1,20 +1,6 @@
-/* The forward pass: embedding, layers in order, final norm, head. */
-#include <poll.h>
+/* A step: embedding, layers in order, final norm, head. */
 #include <string.h>
 #include "experts.h"
-
-bool clb_cancelled(clb_session *s) {
-    if (atomic_load_explicit(&s->cancelled, memory_order_relaxed)) return true;
-    if (s->watch_fd < 0) return false;
-    struct pollfd fd = {.fd = s->watch_fd, .events = POLLIN};
-    return poll(&fd, 1, 0) > 0;
-}
-
-void clb_tell(const clb_session *s, int64_t number, double share) {
-    if (!s->report) return;
-    double done = ((double)number + share) / (double)s->model->config.layers;
-    if (done < 1.0) s->report(s->who, done);
-}
 
 /* ---- rows ----------------------------------------------------------------------------------- */
 
@@ -40,8 +26,75 @@ void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int
     clb_parallel(m->pool, n, 8, norm_rows, &job);
 }
 
-void clb_add_rows(clb_session *s, const float *branch, int64_t n) {
-    s->model->kernels->add(branch, s->scratch->x, n * s->model->config.hidden);
+void clb_add_rows(clb_pass *p, const float *branch) {
+    p->model->kernels->add(branch, p->scratch->x, p->n * p->model->config.hidden);
+}
+
+void clb_embed(const clb_model *m, const int32_t *ids, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++)
+        m->kernels->dequantize(&m->top.w[CLB_EMBED], ids[i], 1, out + i * m->config.hidden);
+}
+
+void clb_head(clb_pass *p, const float *hidden, int64_t n, float *logits) {
+    clb_scratch *t = p->scratch;
+    const clb_config *c = &p->model->config;
+    const clb_matrix *head = &p->model->top.w[CLB_HEAD];
+    clb_input_set(&t->in_head, hidden, c->hidden, n, c->hidden);
+    clb_project(p->model, head, &t->in_head, logits, c->vocab);
+    p->counters.head_bytes += clb_matrix_bytes(head);
+}
+
+/* ---- one layer ------------------------------------------------------------------------------ */
+
+void clb_attention_input(clb_pass *p, const clb_layer *layer) {
+    clb_scratch *t = p->scratch;
+    int64_t hidden = p->model->config.hidden;
+    clb_rmsnorm_rows(p->model, t->x, layer->v[CLB_INPUT_NORM], p->n, t->normed, hidden);
+    clb_input_set(&t->in_hidden, t->normed, hidden, p->n, hidden);
+}
+
+static void capture(const clb_pass *p, int64_t number) {
+    int64_t width = p->model->config.index_topk + 1;
+    for (int64_t r = 0; r < p->n; r++) {
+        const clb_part *part = p->scratch->rows[r].part;
+        const clb_session *s = part->session;
+        const clb_selection *set = &p->scratch->selected[r];
+        if (!s->captured) continue;
+        int32_t *out = s->captured + (number * s->max_rows + r - part->first) * width;
+        out[0] = set->dense ? -1 : set->count;
+        if (!set->dense) memcpy(out + 1, set->index, (size_t)set->count * sizeof *out);
+    }
+}
+
+int32_t clb_layer_finish(clb_pass *p, int64_t number, clb_error *error) {
+    clb_scratch *t = p->scratch;
+    clb_model *m = p->model;
+    clb_layer *layer = &m->layers[number];
+    int64_t hidden = m->config.hidden;
+    int32_t code = CLB_OK;
+    clb_attend(p, layer, number);
+    clb_residency_poll(m);
+    capture(p, number);
+    clb_add_rows(p, t->branch);
+    clb_rmsnorm_rows(m, t->x, layer->v[CLB_POST_NORM], p->n, t->normed, hidden);
+    clb_input_set(&t->in_mlp, t->normed, hidden, p->n, hidden);
+    if (layer->sparse) {
+        clb_route_rows(p, layer, number);
+        code = clb_moe(p, layer, number, error);
+    } else {
+        clb_mlp(p, layer, t->branch);
+    }
+    clb_add_rows(p, t->branch);
+    p->counters.dense_bytes += layer->dense_bytes;
+    return code;
+}
+
+/* ---- what may run --------------------------------------------------------------------------- */
+
+int32_t clb_check_loaded(const clb_model *m, clb_error *error) {
+    bool loaded = m->top.loaded && m->residency;
+    for (int64_t i = 0; i < m->layer_count; i++) loaded &= m->layers[i].loaded;
+    return loaded ? CLB_OK : clb_fail(error, CLB_INVALID, "the model is not loaded");
 }
 
 int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
@@ -55,84 +108,37 @@ int32_t clb_check_ids(const clb_session *s, const int32_t *ids, int64_t n, clb_e
     return CLB_OK;
 }
 
-void clb_embed(const clb_session *s, const int32_t *ids, int64_t n, float *out, int64_t stride) {
-    for (int64_t i = 0; i < n; i++)
-        s->model->kernels->dequantize(&s->model->top.w[CLB_EMBED], ids[i], 1, out + i * stride);
-}
-
-void clb_set_angles(clb_session *s, const clb_rows *rows) {
-    const clb_config *c = &s->model->config;
-    for (int64_t r = 0; r < rows->n; r++)
-        clb_rope_angles(rows->position + r, s->model->inv_freq, c->rope / 2,
-                        s->scratch->angles + r * c->rope);
-}
-
-void clb_head(clb_session *s, const float *hidden, int64_t n, float *logits) {
-    clb_scratch *t = s->scratch;
-    const clb_config *c = &s->model->config;
-    const clb_matrix *head = &s->model->top.w[CLB_HEAD];
-    clb_input_set(&t->in_head, hidden, c->hidden, n, c->hidden);
-    clb_project(s->model, head, &t->in_head, logits, c->vocab);
-    s->counters.head_bytes += clb_matrix_bytes(head);
-}
-
-/* ---- one layer ------------------------------------------------------------------------------ */
-
-void clb_attention_input(clb_session *s, const clb_layer *layer, int64_t n) {
-    clb_scratch *t = s->scratch;
-    int64_t hidden = s->model->config.hidden;
-    clb_rmsnorm_rows(s->model, t->x, layer->v[CLB_INPUT_NORM], n, t->normed, hidden);
-    clb_input_set(&t->in_hidden, t->normed, hidden, n, hidden);
-}
-
-static void capture(clb_session *s, int64_t number, const clb_rows *rows) {
-    int64_t width = s->model->config.index_topk + 1;
-    for (int64_t r = 0; r < rows->n; r++) {
-        const clb_selection *set = &s->scratch->selected[r];
-        int32_t *out = s->captured + (number * s->max_rows + r) * width;
-        out[0] = set->dense ? -1 : set->count;
-        if (!set->dense) memcpy(out + 1, set->index, (size_t)set->count * sizeof *out);
-    }
-}
-
-int32_t clb_layer_finish(clb_session *s, int64_t number, const clb_rows *rows, clb_error *error) {
-    clb_scratch *t = s->scratch;
-    clb_layer *layer = &s->model->layers[number];
-    int64_t hidden = s->model->config.hidden;
-    int32_t code = CLB_OK;
-    clb_attend(s, layer, number, rows);
-    clb_residency_poll(s->model);
-    if (s->captured) capture(s, number, rows);
-    clb_add_rows(s, t->branch, rows->n);
-    clb_rmsnorm_rows(s->model, t->x, layer->v[CLB_POST_NORM], rows->n, t->normed, hidden);
-    clb_input_set(&t->in_mlp, t->normed, hidden, rows->n, hidden);
-    if (layer->sparse) {
-        clb_route_rows(s, layer, number, rows->n);
-        code = clb_moe(s, layer, number, rows->n, error);
-    } else {
-        clb_mlp(s, layer, rows->n, t->branch);
-    }
-    clb_add_rows(s, t->branch, rows->n);
-    s->counters.dense_bytes += layer->dense_bytes;
-    return code;
-}
-
-/* ---- all layers ----------------------------------------------------------------------------- */
-
-int32_t clb_check_loaded(const clb_model *m, clb_error *error) {
-    bool loaded = m->top.loaded && m->residency;
-    for (int64_t i = 0; i < m->layer_count; i++) loaded &= m->layers[i].loaded;
-    return loaded ? CLB_OK : clb_fail(error, CLB_INVALID, "the model is not loaded");
-}
-
-static int32_t check_step(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
-    int32_t code = clb_check_loaded(s->model, error);
-    if (code) return code;
+static int32_t check_part(const clb_session *s, const int32_t *ids, int64_t n, clb_error *error) {
     if (n > s->context - s->length)
         return clb_fail(error, CLB_FULL, "%lld tokens in a context of %lld have no room for "
                         "%lld more", (long long)s->length, (long long)s->context, (long long)n);
     return clb_check_ids(s, ids, n, error);
 }
+
+/* Every session once, all in one scratch that has room for their rows. */
+static int32_t check_sessions(clb_session *const *sessions, const int64_t *rows, int64_t count,
+                              const int32_t *ids, clb_error *error) {
+    int32_t code = CLB_OK;
+    int64_t n = 0;
+    if (count < 1 || count > CLB_TOGETHER)
+        return clb_fail(error, CLB_INVALID, "%lld sessions cannot step together, 1 to %d can",
+                        (long long)count, CLB_TOGETHER);
+    for (int64_t i = 0; i < count && !code; i++) {
+        if (sessions[i]->scratch != sessions[0]->scratch)
+            return clb_fail(error, CLB_INVALID, "sessions that step together share a scratch");
+        for (int64_t j = 0; j < i; j++)
+            if (sessions[i] == sessions[j])
+                return clb_fail(error, CLB_INVALID, "a session cannot step with itself");
+        code = check_part(sessions[i], ids + n, rows[i], error);
+        n += rows[i];
+    }
+    if (!code && n > sessions[0]->scratch->max_rows)
+        return clb_fail(error, CLB_INVALID, "%lld rows together, in a scratch for %lld",
+                        (long long)n, (long long)sessions[0]->scratch->max_rows);
+    return code;
+}
+
+/* ---- all layers ----------------------------------------------------------------------------- */
 
 /* Room for the hidden states of the next n rows. Rows that the MTP cache holds are dropped for it;
    if that is not enough all are, and that cache cannot catch up any more. */
@@ -148,48 +154,73 @@ static float *hidden_room(clb_session *s, int64_t n) {
     return s->hidden + (s->length - s->window) * width;
 }
 
-static int32_t run_step(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
-                        clb_error *error) {
-    clb_scratch *t = s->scratch;
-    clb_model *m = s->model;
-    int64_t hidden = m->config.hidden;
-    clb_rows rows = {.n = n, .position = s->length, .cache_row = s->length};
-    int32_t code = check_step(s, ids, n, error);
-    if (code) return code;
-    clb_residency_commit(s);
-    clb_set_angles(s, &rows);
-    clb_embed(s, ids, n, t->x, hidden);
-    for (int64_t i = 0; i < m->config.layers; i++) {
-        if (clb_cancelled(s)) return clb_fail(error, CLB_CANCELLED, "cancelled");
-        clb_attention_input(s, &m->layers[i], n);
-        clb_residency_poll(s->model);
-        clb_write_keys(s, &m->layers[i], i, &rows);
-        clb_residency_poll(s->model);
-        code = clb_layer_finish(s, i, &rows, error);
-        if (code) return code;
-        clb_pilot_hint(s, i + 1, n);
-        clb_tell(s, i, 1.0);
-    }
-    float *out = hidden_room(s, n);
-    clb_rmsnorm_rows(m, t->x, m->top.v[CLB_NORM], n, out, hidden);
-    if (want == CLB_LOGITS_ALL) clb_head(s, out, n, logits);
-    if (want == CLB_LOGITS_LAST) clb_head(s, out + (n - 1) * hidden, 1, logits);
+/* The rows are the session's from now on; hidden: [n][hidden], post-norm. */
+static void commit_rows(clb_part *part, const float *hidden) {
+    clb_session *s = part->session;
+    size_t bytes = (size_t)(part->n * s->model->config.hidden) * sizeof *hidden;
+    memcpy(hidden_room(s, part->n), hidden, bytes);
     s->step_start = s->length;
-    s->step_rows = n;
-    s->length += n;
-    s->counters.forwards++;
-    s->counters.rows += n;
+    s->step_rows = part->n;
+    s->length += part->n;
+    part->own.forwards++;
+    part->own.rows += part->n;
+}
+
+static int32_t run_step(clb_pass *p, const int32_t *ids, int32_t want, float *logits,
+                        clb_error *error) {
+    clb_scratch *t = p->scratch;
+    clb_model *m = p->model;
+    int64_t hidden = m->config.hidden;
+    for (int64_t i = 0; i < p->part_count; i++) clb_residency_commit(p->parts[i].session);
+    clb_pass_lay(p);
+    clb_embed(m, ids, p->n, t->x);
+    for (int64_t i = 0; i < m->config.layers; i++) {
+        if (clb_cancelled(p)) return clb_fail(error, CLB_CANCELLED, "cancelled");
+        clb_attention_input(p, &m->layers[i]);
+        clb_residency_poll(m);
+        clb_write_keys(p, &m->layers[i], i);
+        clb_residency_poll(m);
+        int32_t code = clb_layer_finish(p, i, error);
+        if (code) return code;
+        clb_pilot_hint(p, i + 1);
+        clb_tell(p, i, 1.0);
+    }
+    clb_rmsnorm_rows(m, t->x, m->top.v[CLB_NORM], p->n, t->normed, hidden);
+    if (want == CLB_LOGITS_ALL) clb_head(p, t->normed, p->n, logits);
+    if (want == CLB_LOGITS_LAST) clb_head(p, t->normed + (p->n - 1) * hidden, 1, logits);
+    for (int64_t i = 0; i < p->part_count; i++)
+        commit_rows(&p->parts[i], t->normed + p->parts[i].first * hidden);
     return CLB_OK;
+}
+
+static int32_t step(clb_session *const *sessions, const int64_t *rows, int64_t count,
+                    const int32_t *ids, int32_t want, float *logits, clb_error *error) {
+    clb_part parts[CLB_TOGETHER];
+    int32_t code = clb_check_loaded(sessions[0]->model, error);
+    if (!code) code = check_sessions(sessions, rows, count, ids, error);
+    if (code) return code;
+    for (int64_t i = 0; i < count; i++)
+        parts[i] = (clb_part){.session = sessions[i], .n = rows[i],
+                              .position = sessions[i]->length,
+                              .work = rows[i] > 1 ? CLB_VERIFY : CLB_PLAIN};
+    clb_pass pass = clb_pass_of(parts, count);
+    code = run_step(&pass, ids, want, logits, error);
+    clb_pass_charge(&pass);
+    return code;
+}
+
+int32_t clb_step_together(clb_session *const *sessions, const int64_t *rows, int64_t count,
+                          const int32_t *ids, int32_t want, float *logits, clb_error *error) {
+    fenv_t was;
+    if (count < 1) return clb_fail(error, CLB_INVALID, "no session is to step");
+    int32_t code = clb_begin(sessions[0]->model, &was, error);
+    if (code) return code;
+    code = step(sessions, rows, count, ids, want, logits, error);
+    clb_end(sessions[0]->model, &was);
+    return code;
 }
 
 int32_t clb_step_all(clb_session *s, const int32_t *ids, int64_t n, int32_t want, float *logits,
                      clb_error *error) {
-    fenv_t was;
-    int32_t code = clb_begin(s->model, &was, error);
-    if (code) return code;
-    clb_counters before = s->counters;
-    code = run_step(s, ids, n, want, logits, error);
-    clb_charge(s, n > 1 ? CLB_VERIFY : CLB_PLAIN, &before);
-    clb_end(s->model, &was);
-    return code;
+    return clb_step_together(&s, &n, 1, ids, want, logits, error);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from serving import LIMIT, STORY, offline, open_engine, wait_for
 
 from colibri import stats, turn
+from colibri.errors import CoreError
 from colibri.ledger import PLAIN, TEXT, Ledger
 from colibri.server import scheduler as schedulers
 from colibri.server.conversations import Conversations
@@ -19,7 +21,7 @@ from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply, Wish
 from colibri.server.scheduler import FairQueue, Job, Outcome, Scheduler
 from colibri.server.service import Service
-from colibri.session import Session
+from colibri.session import Session, step_together
 from colibri.status import status
 
 
@@ -97,6 +99,53 @@ def test_steps_in_turns(engine):
     run(engine, [diary.job(engine, "long", long, 3), diary.job(engine, "short", short, 3)])
     ends = [name for name, what in diary.lines if what == "end"]
     assert ends == ["short", "long"] and diary.lines[0][0] == "short"
+
+
+def test_rows_of_all_answers_share_a_pass(engine, monkeypatch):
+    """While two answers grow each pass has a row of both; the texts are those of answers alone, and
+    so they are where every such pass fails and each runs its own instead."""
+    sizes, texts = [], []
+
+    def lines(fault: Exception | None) -> list[str]:
+        def together(sessions):
+            sizes.append(len(sessions))
+            if fault:
+                raise fault
+            step_together(sessions)
+
+        monkeypatch.setattr(schedulers, "step_together", together)
+        diary = Diary()
+        run(engine, [diary.job(engine, "a", "Hello", 9), diary.job(engine, "b", "Who are you?", 7)])
+        return ["".join(what for name, what in diary.lines if name == who) for who in "ab"]
+
+    texts = [lines(fault) for fault in (None, CoreError("a disk is gone"), MemoryError())]
+    assert sizes == [2] * 3 * 6
+    diary = Diary()
+    run(engine, [diary.job(engine, "a", "Hello", 9)])
+    run(engine, [diary.job(engine, "b", "Who are you?", 7)])
+    alone = ["".join(what for name, what in diary.lines if name == who) for who in "ab"]
+    assert texts == [alone] * 3
+
+
+def test_one_that_leaves_stops_no_other(engine, monkeypatch):
+    """A client that leaves between two passes, when its rows are staged: the other's text is whole,
+    and of the one that left the cache holds what was sent."""
+    diary = Diary()
+    jobs = [diary.job(engine, "a", "Hello", 9), diary.job(engine, "b", "Who are you?", 7)]
+    scheduler, passes = Scheduler(engine, 8, Nobody()), []
+
+    def together(sessions):
+        passes.append(len(sessions))
+        if len(passes) == 3:
+            scheduler.cancel(jobs[0])
+        step_together(sessions)
+
+    monkeypatch.setattr(schedulers, "step_together", together)
+    finish(scheduler, jobs)
+    assert passes == [2, 2, 2] and diary.outcomes["a"].gone and not diary.outcomes["b"].gone
+    left, stayed = (job.turn for job in jobs)
+    assert left.session.tokens == [*left.prompt.ids, *left.token_ids[:-1]]
+    assert len(left.token_ids) == 3 and len(stayed.token_ids) == 7
 
 
 def test_a_client_with_many_requests(engine):
@@ -219,15 +268,23 @@ def test_a_prompt_cut_off_counts_what_was_read(engine, monkeypatch):
 
 
 def test_seconds_are_those_of_the_turn_that_took_them(engine, monkeypatch):
-    """With a clock that only steps and the showing move: together the turns took what passed."""
-    now, steps, diary, service = [1.0], {}, Diary(), Service(engine)
+    """With a clock that only steps and the showing move: together the turns took what passed, of a
+    pass that both share half each."""
+    now, steps, chunks, diary, service = [1.0], Counter(), Counter(), Diary(), Service(engine)
     jobs = [diary.job(engine, "a", "Hello", 6), diary.job(engine, "b", "Tell me. " * 120, 4)]
     step, deliver, seen = Session.step_all, jobs[0].deliver, []
+    together = schedulers.step_together
 
     def timed(self, ids, want="all"):
         now[0] += 1.0
-        steps[self] = steps.get(self, 0) + 1
+        steps[self] += 1
+        chunks[self] += want != "all"
         return step(self, ids, want)
+
+    def both(sessions):
+        now[0] += 1.0
+        steps.update(dict.fromkeys(sessions, 0.5))
+        return together(sessions)
 
     def shown(delta: Delta) -> None:
         service.watch.look([jobs[0]])
@@ -237,6 +294,7 @@ def test_seconds_are_those_of_the_turn_that_took_them(engine, monkeypatch):
 
     jobs[0].deliver = shown
     monkeypatch.setattr(Session, "step_all", timed)
+    monkeypatch.setattr(schedulers, "step_together", both)
     for module in (turn, schedulers):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     monkeypatch.setattr(turn, "Ledger", lambda: Ledger(lambda: now[0]))
@@ -254,7 +312,7 @@ def test_seconds_are_those_of_the_turn_that_took_them(engine, monkeypatch):
         rate = running["answer_tokens"] / (at - seen[0][0])
         assert running["running"] and running["answer_tokens_per_second"] == rate
     assert first.ledger.others > 0 == second.ledger.segments[TEXT].seconds
-    assert second.first_token_seconds > second.prompt_seconds == steps[jobs[1].turn.session] - 3
+    assert second.first_token_seconds > second.prompt_seconds == chunks[jobs[1].turn.session] == 4
     assert sum(told(service, "colibri_step_seconds_total").values()) == now[0] - 1.0
 
 

@@ -1,4 +1,4 @@
-"""Turns that share one engine: a bounded fair queue before one thread that steps them in turns."""
+"""Turns that share one engine: a bounded fair queue before one thread that steps them together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from colibri.sampling import SamplingParams
 from colibri.server.conversations import Conversations
 from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply
+from colibri.session import TOGETHER, step_together
 from colibri.stats import INTERRUPTED, Receipt
 from colibri.turn import Step, Turn
 
@@ -106,8 +108,8 @@ class FairQueue:
 class Scheduler:
     """Owns the engine. Other threads `submit` and `cancel`; all else happens on its own thread.
 
-    Every active turn gets one step a round: a chunk of its prompt, or one step of decoding. `ready`
-    is called before turns begin.
+    Every active turn gets one step a round: a chunk of its prompt, or one step of decoding, whose
+    rows share a pass of the model. `ready` is called before turns begin.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class Scheduler:
                 self._ready()
             for job in admitted:
                 self._attend(job, self._begin)
+            self._step_together()
             for job in list(self._active):
                 self._attend(job, self._advance)
             if self._watcher.due():
@@ -252,22 +255,52 @@ class Scheduler:
             if other is not job and other.turn:
                 other.turn.waited(seconds)
 
+    def _step_together(self) -> None:
+        """One pass for the rows that turns have staged, as many as it has room for.
+
+        Where it fails nothing has happened: each turn then runs its own and meets its own error.
+        """
+        rows = self._staged()
+        if len(rows) < 2:
+            return
+        begun = perf_counter()
+        with suppress(ColibriError, MemoryError):
+            step_together([turn.session for turn in rows])
+        seconds, total = perf_counter() - begun, sum(rows.values())
+        for job in self._active:
+            if job.turn:
+                job.turn.waited(seconds * (1 - rows.get(job.turn, 0) / total))
+
+    def _staged(self) -> dict[Turn, int]:
+        """Turns whose rows one pass can run, and how many each has."""
+        rows: dict[Turn, int] = {}
+        for turn in (job.turn for job in self._active if job.turn and job.turn.session.staged):
+            count = len(turn.session.staged)
+            if len(rows) < TOGETHER and sum(rows.values()) + count <= turn.session.max_rows:
+                rows[turn] = count
+        return rows
+
     def _begin(self, job: Job) -> None:
         job.slot = self._conversations.take(job.prompt.ids)
         turn = self.engine.answer(job.prompt, job.slot, job.sampling, job.max_tokens)
         with self._changed:
-            job.turn, job.steps = turn, turn.steps()
+            job.turn, job.steps = turn, turn.steps(pause=True)
             if job.cancelled or self._closing:
                 turn.cancel()
 
     def _advance(self, job: Job) -> None:
-        """One step of one turn."""
-        if not job.turn or not job.steps:
+        """One step of one turn, up to the rows that it wants to run next."""
+        while job.turn and job.steps:
+            step = next(job.steps, None)
+            if step is None:
+                self._end(job, self._outcome(job))
+            elif not job.turn.session.staged:
+                self._deliver(job, step)
+                if step.tokens:
+                    continue
             return
-        step = next(job.steps, None)
-        if step is None:
-            self._end(job, self._outcome(job))
-            return
+
+    def _deliver(self, job: Job, step: Step) -> None:
         delta = job.reply.push(step.tokens, job.turn.session.logits)
         self._watcher.stepped(job)
         if delta:
