@@ -12,8 +12,8 @@ OBJECTS := $(SOURCES:csrc/%.c=build/lint/%.o)
 BUILT := $(VENV)/built
 BENCH_MODEL ?= build/glm-bench-8g
 CHECKED := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
-SANITIZED := encoder checksum quantize convert repack session saved residency resident mirror mtp laws bits \
-    fuzz_container kernels
+SANITIZED := encoder checksum quantize convert repack session together saved residency resident mirror mtp laws \
+    bits fuzz_container kernels
 
 .PHONY: demo test search lint sanitize docs bench package clean exactness bench-spec soak
 
