@@ -13,8 +13,8 @@ enum {
 typedef struct attention_job {
     const clb_pass *p;
     const clb_layer *layer;
-    int64_t number;    /* of the layer */
-    int64_t first, n;  /* rows [first, first + n) of the pass */
+    int64_t number;   /* of the layer */
+    int64_t first, n; /* rows [first, first + n) of the pass */
 } attention_job;
 
 /* ---- keys ----------------------------------------------------------------------------------- */
@@ -189,7 +189,7 @@ static void rope_queries(void *arg, int64_t begin, int64_t end, int32_t thread) 
     for (int64_t r = begin; r < end; r++)
         for (int64_t h = 0; h < c->heads; h++)
             job->p->model->kernels->rope(t->query + (r * c->heads + h) * head + c->nope,
-                                    t->angles + r * c->rope, c->rope / 2);
+                                         t->angles + r * c->rope, c->rope / 2);
 }
 
 static void make_queries(attention_job *job) {

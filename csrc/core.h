@@ -105,7 +105,7 @@ typedef struct clb_pair {
 struct clb_scratch { /* one pass at a time uses it, of any sessions that ask for no more */
     clb_model *model;
     int64_t context, max_rows, bytes;
-    struct clb_row *rows;              /* [max_rows] */
+    struct clb_row *rows;              /* [max_rows] of the pass that runs */
     float *angles;                     /* [max_rows][rope / 2][2] */
     float *x, *normed, *branch;        /* [max_rows][hidden] */
     float *concat;                     /* [max_rows][2 * hidden], MTP only */

@@ -50,15 +50,16 @@ static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
     const clb_scratch *t = job->p->scratch;
     const clb_config *c = &job->p->model->config;
+    const clb_kernels *k = job->p->model->kernels;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
         int64_t last = clb_least(first + KEY_TILE, t->rows[row].position + 1);
         if (first >= last || t->rows[row].position < c->index_topk) continue; /* takes all */
-        job->p->model->kernels->index_scores(t->index_query + row * c->index_heads * c->index_dim,
-                                        t->index_weight + row * c->index_heads, c->index_heads,
-                                        c->index_dim, index_keys_of(job, row), first, last,
-                                             t->index_score + r * t->context + first);
+        k->index_scores(t->index_query + row * c->index_heads * c->index_dim,
+                        t->index_weight + row * c->index_heads, c->index_heads, c->index_dim,
+                        index_keys_of(job, row), first, last,
+                        t->index_score + r * t->context + first);
     }
 }
 

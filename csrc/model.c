@@ -169,7 +169,7 @@ static void free_layer(clb_layer *layer) {
 }
 
 void clb_model_free(clb_model *m) {
-    if (!m || m->owner != getpid()) return; /* a fork's memory goes with it: nothing is waited for */
+    if (!m || m->owner != getpid()) return; /* a fork's memory goes with it: no waiting */
     clb_residency_free(m->residency);
     clb_pool_free(m->pool);
     pthread_mutex_destroy(&m->step);

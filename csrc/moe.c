@@ -17,7 +17,7 @@ typedef struct batch { /* runs [first, last) of the layer: what the pair buffers
 typedef struct moe_job {
     clb_pass *p;
     const clb_layer *layer;
-    int64_t number; /* of the layer */
+    int64_t number;        /* of the layer */
     clb_lease *leases;     /* [runs of the layer] */
     clb_run *runs;
     int64_t run_count, base; /* base: first pair of the batch */
@@ -118,11 +118,12 @@ static void swiglu_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) 
 static void add_pairs(void *arg, int64_t begin, int64_t end, int32_t thread) {
     moe_job *job = arg;
     clb_scratch *t = job->p->scratch;
+    const clb_kernels *k = job->p->model->kernels;
     int64_t hidden = job->p->model->config.hidden, last = job->runs[job->batch.last - 1].last;
     (void)thread;
     for (int64_t i = job->base; i < last; i++)
-        job->p->model->kernels->axpy(t->pairs[i].weight, t->pair_out + (i - job->base) * hidden + begin,
-                                t->branch + t->pairs[i].row * hidden + begin, end - begin);
+        k->axpy(t->pairs[i].weight, t->pair_out + (i - job->base) * hidden + begin,
+                t->branch + t->pairs[i].row * hidden + begin, end - begin);
 }
 
 /* ---- one batch ------------------------------------------------------------------------------ */
@@ -159,8 +160,8 @@ static void compute_active(moe_job *job) {
 }
 
 static int32_t run_batch(moe_job *job, clb_error *error) {
-    clb_scratch *t = job->p->scratch;
     clb_pass *p = job->p;
+    clb_scratch *t = p->scratch;
     const clb_config *c = &p->model->config;
     int64_t n = job->batch.last - job->batch.first, done = 0;
     int64_t pairs = job->runs[job->batch.last - 1].last - job->base;
@@ -178,7 +179,7 @@ static int32_t run_batch(moe_job *job, clb_error *error) {
                                           job->ready_left == 0, &p->counters, error);
         if (code) return code;
     }
-    clb_parallel(job->p->model->pool, c->hidden, 512, add_pairs, job);
+    clb_parallel(p->model->pool, c->hidden, 512, add_pairs, job);
     p->counters.expert_uses += n;
     p->counters.expert_bytes += n * job->layer->expert_bytes;
     return CLB_OK;

@@ -91,11 +91,11 @@ int32_t clb_scratch_new(clb_model *m, int64_t context, int64_t max_rows, clb_scr
 
 void clb_scratch_free(clb_scratch *s) {
     if (!s) return;
-    void *owned[] = {s->rows, s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent, s->query,
-                     s->absorbed, s->heads_out, s->index_query, s->index_weight, s->index_score,
-                     s->index_order, s->gate, s->up, s->router, s->shared, s->pair_out, s->pairs,
-                     s->leases, s->runs, s->active_runs, s->active_pairs, s->selected,
-                     s->selected_index, s->of_threads};
+    void *owned[] = {s->rows, s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent,
+                     s->query, s->absorbed, s->heads_out, s->index_query, s->index_weight,
+                     s->index_score, s->index_order, s->gate, s->up, s->router, s->shared,
+                     s->pair_out, s->pairs, s->leases, s->runs, s->active_runs, s->active_pairs,
+                     s->selected, s->selected_index, s->of_threads};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) clb_zeroed_free(owned[i]);
     clb_input *inputs[] = {&s->in_hidden, &s->in_latent, &s->in_mixed, &s->in_heads, &s->in_mlp,
                            &s->in_pairs, &s->in_inner, &s->in_head, &s->in_concat};
