@@ -79,10 +79,14 @@ class Contents:
         experts = sum(self.sparse) * self.config.n_routed_experts
         return f"{layers}, {plural(experts, 'expert')}, {plural(len(self.tensors), 'tensor')}"
 
-    def note_unused(self, used: set[str], suffixes: tuple[str, ...]) -> None:
-        """Say which stored tensors no part of the model uses; `suffixes` are those of scales."""
+    def note_unused(
+        self, used: set[str], suffixes: tuple[str, ...], beside: tuple[str, ...] = ()
+    ) -> None:
+        """Say which stored tensors no part of the model uses; `suffixes` are those of scales, and
+        names that end as `beside` are known to be of no use here."""
         known = used.union(self._expert_names())
-        unused = [name for name in self.tensors if _stem(name, suffixes) not in known]
+        names = (name for name in self.tensors if not name.endswith(beside))
+        unused = [name for name in names if _stem(name, suffixes) not in known]
         if unused:
             self.notes.append(
                 f"stored tensors that are not part of this model are ignored: {len(unused)}, "

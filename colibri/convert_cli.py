@@ -79,9 +79,9 @@ def convert(
 ) -> int:  # fmt: skip
     """Convert a checkpoint to colibri's own format.
 
-    SOURCE is a directory as Hugging Face has it (BF16, F16, F32, or FP8 with scales), a container
-    of the public engine (repacked, its numbers unchanged), or hf://owner/name[@revision]. TARGET
-    is a directory. Interrupted, even by a power cut, it continues when run again.
+    SOURCE is a directory as Hugging Face has it (BF16, F16, F32, FP8 or NVFP4 with scales), a
+    container of the public engine (repacked, its numbers unchanged), or hf://owner/name[@revision].
+    TARGET is a directory. Interrupted, even by a power cut, it continues when run again.
     """
     from colibri.convert.plan import Request
 
@@ -350,7 +350,7 @@ def _settings(directory: Path) -> Settings:
 
 
 def _score_source(request: Request, text: Path, terminal: Terminal) -> Score:
-    """Score a local source before it is converted; FP8 is written out as f32 for that."""
+    """Score a local source before it is converted; codes are written out as f32 for that."""
     from colibri.convert import Formats, convert_directory
     from colibri.convert.hub import PREFIX
     from colibri.convert.plan import existing

@@ -9,21 +9,29 @@ from colibri.errors import ContainerError
 from colibri.formats import Format
 
 F8 = "F8_E4M3"
-SOURCE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, F8: 1}
+F4 = "F4_E2M1"  # two a byte, the first in the low half
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+_BITS = {"F32": 32, "BF16": 16, "F16": 16, F8: 8, F4: 4}
 _DTYPES = {
     "F32": lib.CLB_SOURCE_F32,
     "BF16": lib.CLB_SOURCE_BF16,
     "F16": lib.CLB_SOURCE_F16,
     F8: lib.CLB_SOURCE_F8,
+    F4: lib.CLB_SOURCE_F4,
 }
+
+
+def source_row_bytes(dtype: str, cols: int) -> int:
+    """Bytes of one row of a checkpoint's matrix."""
+    return -(-cols * _BITS[dtype] // 8)
 
 
 class Rows(NamedTuple):
     """Rows [rows, cols] of a matrix as a checkpoint stores them, one after the other in `data`.
 
-    For F8_E4M3 a value is its code times the scale of its block: `scales` f32 [block rows, block
-    columns] of the whole matrix, blocks of `block` (rows, columns), and `first_row` the row of
-    that matrix which comes first here.
+    For F8 and F4 a value is its code times the scale of its block: `scales` f32 [block rows, block
+    columns], blocks of `block` (rows, columns) counted from the first row that has one, and
+    `first_row` the row of those which comes first here.
     """
 
     dtype: str
@@ -43,9 +51,10 @@ def encode_rows(
 
     ContainerError says which row is not finite, or that the format cannot hold the weights.
     """
+    row_bytes = source_row_bytes(source.dtype, source.cols)
     given = memoryview(source.data).nbytes, memoryview(codes).nbytes, memoryview(scales).nbytes
     needed = (
-        source.rows * source.cols * SOURCE_BYTES[source.dtype],
+        source.rows * row_bytes,
         source.rows * form.row_bytes(source.cols),
         source.rows * form.row_scales(source.cols) * form.scale_bytes,
     )
@@ -60,7 +69,7 @@ def encode_rows(
             "dtype": _DTYPES[source.dtype],
             "rows": source.rows,
             "cols": source.cols,
-            "row_bytes": source.cols * SOURCE_BYTES[source.dtype],
+            "row_bytes": row_bytes,
             "data": ffi.from_buffer("uint8_t[]", source.data),
             "scales": ffi.from_buffer("float[]", block_scales),
             "scale_rows": block_scales.shape[0],

@@ -23,6 +23,20 @@ _RANGES = {
     (Kind.INT2, False): (0.1, 0.5), (Kind.INT2, True): (0.1, 0.5),
 }  # fmt: skip
 _LEAST_SEARCHED = 2.0**-40  # groups of smaller weights are not searched
+_E2M1_SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([_E2M1_SIZES, -_E2M1_SIZES])  # by code; the fourth bit is the sign
+
+
+def _e4m3() -> np.ndarray:
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    sizes = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+    sizes[(codes & 127) == 127] = np.nan
+    return np.where(codes > 127, -sizes, sizes).astype(np.float32)
+
+
+_E4M3 = _e4m3()
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,18 @@ def bf16_from_f32(values: np.ndarray) -> np.ndarray:
 def f32_from_bf16(bits: np.ndarray) -> np.ndarray:
     """BF16 bits (uint16) to f32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_from_e4m3(codes: np.ndarray) -> np.ndarray:
+    """FP8 codes (uint8) as f32: sign, 4 bits of exponent, 3 of mantissa; 0x7F and 0xFF are NaN."""
+    return _E4M3[codes]
+
+
+def f32_from_f4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """f32 [rows, cols] of e2m1 codes, two a byte (uint8 [rows, cols / 2], the first in the low
+    half): each times the scale of its block (f32 [rows, blocks]), one product per element."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    return E2M1[codes] * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
 
 
 def _dtype(kind: Kind) -> type[np.floating]:

@@ -34,7 +34,19 @@ class Resolver:
         scales = self.checkpoint.tensors.get(name + ".qs")
         if tensor.dtype in ("U8", "I8") and scales is not None:
             return self._public(tensor, scales, rows, cols)
-        raise self.fail(tensor, _unreadable(tensor))
+        raise self.fail(tensor, self._unreadable(tensor))
+
+    def _unreadable(self, tensor: TensorInfo) -> str:
+        if tensor.name + "_scale" in self.checkpoint.tensors or tensor.dtype.startswith("F8"):
+            form = "FP8" if tensor.dtype.startswith("F8") else "NVFP4"
+            return (
+                f"is {tensor.dtype}: an {form} checkpoint cannot be run as it is; "
+                "convert it first: colibri convert SRC DST"
+            )
+        if tensor.dtype in ("U8", "I8"):
+            scales = tensor.name + ".qs"
+            return f"is {tensor.dtype} without scales ({scales}); not a container we can read"
+        return f"dtype {tensor.dtype} cannot be read; expected F32, BF16 or F16"
 
     def fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
         path = self.checkpoint.shards[tensor.shard].path
@@ -93,17 +105,6 @@ class Resolver:
 
 def _ask(rows: int, cols: int) -> str:
     return f"[{cols}]" if rows == 1 else f"[{rows}, {cols}]"
-
-
-def _unreadable(tensor: TensorInfo) -> str:
-    if tensor.dtype.startswith("F8"):
-        return (
-            f"is {tensor.dtype}: an FP8 checkpoint cannot be run as it is; "
-            "convert it first: colibri convert SRC DST"
-        )
-    if tensor.dtype in ("U8", "I8"):
-        return f"is {tensor.dtype} without scales ({tensor.name}.qs); not a container we can read"
-    return f"dtype {tensor.dtype} cannot be read; expected F32, BF16 or F16"
 
 
 @lru_cache(maxsize=4096)

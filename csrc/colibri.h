@@ -219,15 +219,16 @@ int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, con
 
 /* ---- encoders, for conversion -------------------------------------------------------------- */
 
-enum { CLB_SOURCE_F32, CLB_SOURCE_BF16, CLB_SOURCE_F16, CLB_SOURCE_F8 };
+enum { CLB_SOURCE_F32, CLB_SOURCE_BF16, CLB_SOURCE_F16, CLB_SOURCE_F8, CLB_SOURCE_F4 };
 
 typedef struct clb_source { /* rows of a checkpoint's matrix, in memory, any alignment */
     int32_t dtype;
     int64_t rows, cols;
     int64_t row_bytes; /* from one row to the next */
     const uint8_t *data;
-    /* F8 (e4m3): the value of a code times the scale of its block; blocks count from the matrix's
-       own row 0, of which data[0] is row first_row. */
+    /* F8 (e4m3) and F4 (e2m1, two a byte, the first in the low half): the value of a code times the
+       scale of its block; blocks count from the matrix's own row 0, of which data[0] is row
+       first_row. A block of F4 is an even number of weights wide, or the whole row. */
     const float *scales; /* [scale_rows][scale_cols] */
     int64_t scale_rows, scale_cols, block_rows, block_cols, first_row;
 } clb_source;

@@ -23,29 +23,36 @@ static code_range range_of(int32_t format, int64_t group) {
     }
 }
 
-static int64_t source_bytes(int32_t dtype) {
+static int64_t source_bits(int32_t dtype) {
     switch (dtype) {
-    case CLB_SOURCE_F32: return 4;
-    case CLB_SOURCE_BF16: case CLB_SOURCE_F16: return 2;
-    case CLB_SOURCE_F8: return 1;
+    case CLB_SOURCE_F32: return 32;
+    case CLB_SOURCE_BF16: case CLB_SOURCE_F16: return 16;
+    case CLB_SOURCE_F8: return 8;
+    case CLB_SOURCE_F4: return 4;
     default: return 0;
     }
 }
 
+/* Whether every weight has a scale, and a block of F4 begins with a whole byte. */
+static bool scales_cover(const clb_source *s) {
+    if (!s->scales || s->block_rows < 1 || s->block_cols < 1 || s->scale_cols < 1 ||
+        s->first_row < 0 || s->first_row > INT64_C(1) << 40)
+        return false;
+    bool halves = source_bits(s->dtype) < 8 && s->block_cols % 2 && s->block_cols < s->cols;
+    return !halves && (s->cols - 1) / s->block_cols < s->scale_cols &&
+           (s->first_row + s->rows - 1) / s->block_rows < s->scale_rows;
+}
+
 static int32_t check_source(const clb_source *s, const clb_tensor *shape, clb_error *error) {
-    int64_t size = source_bytes(s->dtype);
-    if (!size) return clb_fail(error, CLB_INVALID, "source dtype %d is unknown", s->dtype);
+    int64_t bits = source_bits(s->dtype);
+    if (!bits) return clb_fail(error, CLB_INVALID, "source dtype %d is unknown", s->dtype);
     if (s->rows != shape->rows || s->cols != shape->cols || s->rows > MOST_SIDE ||
         s->cols > MOST_SIDE)
         return clb_fail(error, CLB_INVALID, "source and result differ in shape, or are too large");
-    if (s->row_bytes < s->cols * size)
+    if (s->row_bytes < (s->cols * bits + 7) / 8)
         return clb_fail(error, CLB_INVALID, "rows of %lld bytes are too short",
                         (long long)s->row_bytes);
-    if (s->dtype == CLB_SOURCE_F8 &&
-        (!s->scales || s->block_rows < 1 || s->block_cols < 1 || s->scale_cols < 1 ||
-         s->first_row < 0 || s->first_row > INT64_C(1) << 40 ||
-         (s->cols - 1) / s->block_cols >= s->scale_cols ||
-         (s->first_row + s->rows - 1) / s->block_rows >= s->scale_rows))
+    if (s->dtype >= CLB_SOURCE_F8 && !scales_cover(s))
         return clb_fail(error, CLB_INVALID, "the block scales do not cover the matrix");
     return CLB_OK;
 }

@@ -117,6 +117,22 @@ static inline lanes lanes_f8(const uint8_t *p) {
                    _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), by)};
 }
 
+static inline __m256 looked_up(__m128i codes, __m256 low, __m256 high) {
+    __m256i which = _mm256_cvtepu8_epi32(codes); /* three bits choose a lane, the fourth a half */
+    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(which, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, which),
+                            _mm256_permutevar8x32_ps(high, which), upper);
+}
+
+/* As lanes_fours of encode_lanes.h. */
+static inline lanes lanes_fours(const uint8_t *p, const float *table) {
+    __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)p), mask = _mm_set1_epi8(15);
+    __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(bytes, mask),
+                                      _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+    return (lanes){looked_up(codes, low, high), looked_up(_mm_srli_si128(codes, 8), low, high)};
+}
+
 static inline lanes lanes_div(lanes a, lanes b) {
     return (lanes){_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
 }

@@ -55,6 +55,14 @@ static inline lanes lanes_f8(const uint8_t *p) {
     return a;
 }
 
+/* Sixteen codes of four bits by a table, the first in the low half of its byte. */
+static inline lanes lanes_fours(const uint8_t *p, const float *table) {
+    lanes a;
+    for (int l = 0; l < CLB_LANES; l++)
+        a.v[l] = table[p[l / 2] >> l % 2 * 4 & 15];
+    return a;
+}
+
 /* Rounded half away from zero, in any order; magnitudes up to 32767. */
 static inline void lanes_shorts(lanes a, int16_t *out) {
     for (int l = 0; l < CLB_LANES; l++)

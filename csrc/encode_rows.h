@@ -10,18 +10,29 @@
 
 /* ---- the source as floats -------------------------------------------------------------------- */
 
-static void widen_f8(const clb_source *s, const uint8_t *row, int64_t absolute_row, float *out) {
+/* Values of e2m1 codes: sign, 2 bits of exponent, 1 of mantissa. */
+static const float e2m1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+static inline lanes coded(int32_t dtype, const uint8_t *codes) {
+    return dtype == CLB_SOURCE_F4 ? lanes_fours(codes, e2m1) : lanes_f8(codes);
+}
+
+/* Codes times scales. Inlined with a constant `dtype`, so that the loop does not ask. */
+static inline void widen_coded(int32_t dtype, const clb_source *s, const uint8_t *row,
+                               int64_t absolute_row, float *out) {
     const float *scales = s->scales + absolute_row / s->block_rows * s->scale_cols;
+    int64_t each = dtype == CLB_SOURCE_F4 ? 2 : 1; /* codes a byte */
     for (int64_t at = 0; at < s->cols; at += s->block_cols) {
         int64_t end = s->cols - at < s->block_cols ? s->cols : at + s->block_cols, i = at;
         lanes by = lanes_fill(*scales++);
         for (; i + LANES <= end; i += LANES)
-            lanes_store(out + i, lanes_mul(lanes_f8(row + i), by));
+            lanes_store(out + i, lanes_mul(coded(dtype, row + i / each), by));
         if (i < end) {
             uint8_t last[LANES] = {0};
             float tail[LANES];
-            memcpy(last, row + i, (size_t)(end - i));
-            lanes_store(tail, lanes_mul(lanes_f8(last), by));
+            memcpy(last, row + i / each, (size_t)((end - i + each - 1) / each));
+            lanes_store(tail, lanes_mul(coded(dtype, last), by));
             memcpy(out + i, tail, (size_t)(end - i) * sizeof *out);
         }
     }
@@ -33,7 +44,8 @@ static void widen(const clb_encoding *e, int64_t row, float *out) {
     const uint8_t *data = s->data + row * s->row_bytes;
     int64_t i = 0;
     switch (s->dtype) {
-    case CLB_SOURCE_F8: widen_f8(s, data, s->first_row + row, out); break;
+    case CLB_SOURCE_F8: widen_coded(CLB_SOURCE_F8, s, data, s->first_row + row, out); break;
+    case CLB_SOURCE_F4: widen_coded(CLB_SOURCE_F4, s, data, s->first_row + row, out); break;
     case CLB_SOURCE_F32: memcpy(out, data, (size_t)s->cols * sizeof *out); break;
     case CLB_SOURCE_F16:
         for (; i < s->cols; i++)

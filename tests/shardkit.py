@@ -29,7 +29,8 @@ SMALL = tiny.GROUPS | {
     "indexer_types": ["full", "shared", "full"],
 }
 SEED = 5
-_DTYPES = {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "U8", "i1": "I8", "f8": "F64"}
+_DTYPES = {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "U8", "i1": "I8", "f8": "F64",
+           "i4": "I32", "i8": "I64"}  # fmt: skip
 
 
 def weights(config: dict[str, Any] = SMALL) -> dict[str, np.ndarray]:

@@ -469,6 +469,13 @@ def test_fp8_says_convert_first(plain):
     fails(plain, EXPERT, "F8_E4M3", "colibri convert SRC DST")
 
 
+def test_nvfp4_says_convert_first(plain):
+    """So is an NVFP4 tensor."""
+    four = {EXPERT: np.zeros((32, 32), np.uint8), EXPERT + "_scale": np.zeros((32, 4), np.uint8)}
+    shardkit.write(plain / "model.safetensors", WEIGHTS | four)
+    fails(plain, EXPERT, "is U8: an NVFP4 checkpoint", "colibri convert SRC DST")
+
+
 @pytest.mark.parametrize(
     ("array", "fault"),
     [

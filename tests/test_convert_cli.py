@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import fourbit
 import fp8
 import pytest
 import shardkit
@@ -145,12 +146,11 @@ def test_progress_of_a_long_conversion(command, tmp_path, monkeypatch):
     assert len(percents) >= 2 and percents == sorted(percents) and 0 < percents[0] < 100
 
 
-def test_check_of_fp8(command, tmp_path):
-    """--check scores an FP8 source where the target's directory is still to be made, and leaves
-    nothing beside it."""
-    source = shardkit.directory(
-        tmp_path / "source", {"model.safetensors": fp8.checkpoint()[0]}, fp8.CONFIG
-    )
+@pytest.mark.parametrize("kind", [fp8.checkpoint, fourbit.modelopt])
+def test_check_of_codes(command, tmp_path, kind):
+    """--check scores an FP8 or NVFP4 source where the target's directory is still to be made, and
+    leaves nothing beside it."""
+    source = shardkit.directory(tmp_path / "source", {"model.safetensors": kind()[0]}, fp8.CONFIG)
     text_fixtures.write_bytes(source)
     text = tmp_path / "text.txt"
     text.write_text("A fox and a hare.")

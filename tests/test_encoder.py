@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import fourbit
+import fp8
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri.encoder import F8, SOURCE_BYTES, Rows, encode_rows
+from colibri.encoder import F4, F8, FLOAT_DTYPES, Rows, encode_rows, source_row_bytes
 from colibri.errors import ContainerError
 from colibri.formats import FLOATS, Format
-from colibri.quantize import bf16_from_f32, encode, f32_from_bf16
+from colibri.quantize import bf16_from_f32, encode, f32_from_bf16, f32_from_f4
 
 QUANTISED = ("int8", "int8-f32", "int8-g4", "int8-g32-f32", "int4", "int4-f32", "int4-g8",
              "int4-g32", "int4-g64", "int4-g24-f32", "int4-g256", "int3-g64", "int3-g64-f32",
              "int2", "int2-f32")  # fmt: skip
 FORMATS = (*QUANTISED, "f32", "bf16", "f16")
-
-
-def e4m3(code: int) -> float:
-    """The value of an FP8 code by its definition."""
-    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
-    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if sign else size
-
-
-F8_VALUES = np.array([e4m3(code) for code in range(256)], np.float32)
 
 
 def run(rows: Rows, text: str, search: bool = False, isa: str | None = None) -> tuple[bytes, bytes]:
@@ -127,7 +119,7 @@ def test_fp8_blocks_count_from_the_matrix(text, shape, block, first, isa, seed):
     scales = rng.uniform(1e-4, 1e-2, (-(-(first + rows) // block[0]), -(-cols // block[1])))
     scales = scales.astype(np.float32)
     at = (first + np.arange(rows)) // block[0], np.arange(cols) // block[1]
-    weights = F8_VALUES[codes] * scales[np.ix_(*at)]
+    weights = fp8.VALUES[codes] * scales[np.ix_(*at)]
     got = run(Rows(F8, rows, cols, codes, scales, block, first), text, False, isa)
     assert got == expected(weights, text, False)
 
@@ -137,7 +129,35 @@ def test_every_fp8_code():
     codes = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
     for isa in ("scalar", None):
         rows = Rows(F8, 1, len(codes), codes, np.ones((1, 1), np.float32), (1, 1024))
-        assert run(rows, "f32", isa=isa)[0] == F8_VALUES[codes].tobytes()
+        assert run(rows, "f32", isa=isa)[0] == fp8.VALUES[codes].tobytes()
+
+
+@given(
+    st.sampled_from(["int4-g64", "int8", "f32", "bf16"]),
+    st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from([2, 10, 16, 34])),
+    st.integers(0, 20),
+    st.sampled_from(["scalar", None]),
+    st.integers(0, 2**32 - 1),
+)
+def test_four_bits(text, shape, first, isa, seed):
+    """A weight of four bits is its code's value times the scale of its row's block: NumPy's bytes,
+    the sign of zero included."""
+    (rows, blocks, wide), rng = shape, np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (rows, blocks * wide // 2), dtype=np.uint8)
+    scales = (rng.standard_normal((first + rows, blocks)) * 1e-2).astype(np.float32)
+    weights = f32_from_f4(codes, scales[first:])
+    got = run(Rows(F4, rows, blocks * wide, codes, scales, (1, wide), first), text, False, isa)
+    assert got == expected(weights, text, False)
+
+
+def test_every_code_of_four_bits():
+    """All sixteen codes have the value of the definition, in either half of a byte."""
+    codes = np.arange(256, dtype=np.uint8)[None]
+    wanted = fourbit.E2M1[np.stack([codes & 15, codes >> 4], -1)].tobytes()
+    assert f32_from_f4(codes, np.ones((1, 1), np.float32)).tobytes() == wanted
+    for isa in ("scalar", None):
+        rows = Rows(F4, 1, 512, codes, np.ones((1, 1), np.float32), (1, 512))
+        assert run(rows, "f32", isa=isa)[0] == wanted
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -198,11 +218,15 @@ def test_buffers_are_checked():
         encode_rows(Rows("F32", 2, 63, weights), Format.parse("int8"), False, b"", b"")
     with pytest.raises(ContainerError, match="do not cover"):
         run(Rows(F8, 2, 64, bytes(128), np.ones((1, 1), np.float32), (1, 64)), "int8")
+    for scales, block in (((2, 1), (1, 32)), ((2, 22), (1, 3)), ((1, 4), (1, 16))):
+        with pytest.raises(ContainerError, match="do not cover"):
+            run(Rows(F4, 2, 64, bytes(64), np.ones(scales, np.float32), block), "int8")
     with pytest.raises(ContainerError, match="no such instruction set"):
         run(Rows("F32", 2, 64, weights), "int8", isa="mmx")
 
 
 def test_every_dtype_has_a_size():
-    """The sizes of source dtypes are those NumPy and the format know."""
-    assert SOURCE_BYTES == {"F32": 4, "BF16": 2, "F16": 2, F8: 1}
+    """The sizes of source dtypes are those NumPy and the format know; four bits fill bytes."""
+    sizes = {dtype: source_row_bytes(dtype, 7) for dtype in (*FLOAT_DTYPES, F8, F4)}
+    assert sizes == {"F32": 28, "BF16": 14, "F16": 14, F8: 7, F4: 4}
     assert all(Format(kind).row_bytes(8) == 8 * (4 if kind == 0 else 2) for kind in FLOATS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fakehub
-import fp8
+import fourbit
 import pytest
 import shardkit
 import text_fixtures
@@ -33,10 +33,10 @@ ADDRESS = f"hf://{fakehub.REPO}@main"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """An FP8 checkpoint of which some matrices and their scales lie in different shards."""
+    """NVFP4 and FP8, of which some matrices and their scales lie in different shards."""
     names = [f"model-{k:05}-of-{SHARDS:05}.safetensors" for k in range(1, SHARDS + 1)]
-    files = shardkit.split(fp8.checkpoint()[0], names)
-    directory = shardkit.directory(tmp_path_factory.mktemp("hub"), files, fp8.CONFIG)
+    files = shardkit.split(fourbit.modelopt()[0], names)
+    directory = shardkit.directory(tmp_path_factory.mktemp("hub"), files, fourbit.CONFIG)
     return text_fixtures.write_bytes(directory)
 
 

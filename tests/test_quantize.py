@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import fp8
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from colibri.errors import UsageError
 from colibri.formats import Format, Kind
-from colibri.quantize import bf16_from_f32, decode, encode, f32_from_bf16
+from colibri.quantize import bf16_from_f32, decode, encode, f32_from_bf16, f32_from_e4m3
 
 TEXTS = ("int8", "int8-f32", "int8-g4", "int8-g32-f32", "int4", "int4-f32", "int4-g8",
          "int4-g64", "int4-g24-f32", "int3-g64", "int3-g64-f32", "int2", "int2-f32")  # fmt: skip
@@ -252,3 +253,11 @@ def test_unknown_formats_are_refused(text):
     """A format no kernel can follow is refused when it is named."""
     with pytest.raises(UsageError):
         Format.parse(text)
+
+
+def test_fp8_values():
+    """Every FP8 code has the value of its definition, and the two that are no number are NaN."""
+    codes = np.arange(256, dtype=np.uint8)
+    real = (codes & 0x7F) != 0x7F
+    assert f32_from_e4m3(codes[real]).tobytes() == fp8.VALUES[codes[real]].tobytes()
+    assert np.isnan(f32_from_e4m3(codes[~real])).all()

@@ -1,10 +1,12 @@
-"""Every form of source: FP8 with its scales, BF16 that stays, what is refused and how."""
+"""Every form of source: FP8 and NVFP4 with their scales, BF16 that stays, what is refused, how."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
+import fourbit
 import fp8
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from colibri.container import Container, format_of
 from colibri.convert import convert_directory
 from colibri.convert.plan import Request
 from colibri.convert.planner import make_plan, open_contents
+from colibri.convert.work import Reader
 from colibri.errors import ConfigError, ContainerError, UsageError
 from colibri.formats import Format, Kind
 from colibri.layout import Formats
@@ -126,6 +129,83 @@ def test_damaged_fp8_is_named(tmp_path, name, change, message):
     """Missing, misshapen or damaged scales and NaN codes stop the conversion and are named; the
     source is never taken for something else."""
     source = directory(tmp_path / "source", damage(name, change))
+    with pytest.raises(ContainerError, match=message):
+        convert_directory(source, tmp_path / "out")
+
+
+FOUR = "model.layers.1.mlp.experts.1.up_proj.weight"  # [144, 160]
+
+
+@pytest.mark.parametrize("formats", [MIXED, FLOATS], ids=["mixed", "f32"])
+def test_four_bits_are_their_values(tmp_path, formats):
+    """A checkpoint of NVFP4 experts, FP8 with one scale and floats, spread over shards, converts to
+    the very bytes of the f32 checkpoint of its values; scales of activations and of the cache are
+    known to be of no use."""
+    stored, meant = fourbit.modelopt()
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    four = directory(tmp_path / "four", stored, 5, **config)
+    (four / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    for source in (four, directory(tmp_path / "f32", meant)):
+        convert_directory(source, source.with_name(source.name + "-out"), formats)
+    assert tree(tmp_path / "four-out") == tree(tmp_path / "f32-out")
+    config = json.loads((tmp_path / "four-out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not (tmp_path / "four-out" / "hf_quant_config.json").exists()
+    assert not [n for n in open_contents(four).notes if "ignored" in n]
+
+
+def test_pieces_read_their_own_scales(tmp_path, monkeypatch):
+    """A matrix made in pieces of rows is the same, and each piece reads no other's scales."""
+    stored, _ = fourbit.modelopt()
+    source = directory(tmp_path / "source", stored)
+    convert_directory(source, tmp_path / "whole", MIXED)
+    monkeypatch.setattr("colibri.convert.jobs.piece_rows", lambda cols: 50)
+    plan = make_plan(Request(str(source), tmp_path / "pieces", MIXED))
+    name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+    parts = [part for _, job in plan.jobs for part in job.parts if part.work.name == name]
+    assert [[e.nbytes for e in part.work.extents()] for part in parts] == [
+        [rows * 80, rows * 10, 4] for rows in (50, 50, 44)
+    ]
+    for part in parts:
+        codes, scales = (bytearray(slot.nbytes) for slot in (part.codes, part.scales))
+        with closing(Reader()) as reader:
+            reader.open(0, source / "model-00001-of-00001.safetensors")
+            part.work.run(reader, memoryview(codes), memoryview(scales))
+        at = part.work.first
+        whole = Container.open(tmp_path / "whole").read_array(name)[at : at + part.work.rows]
+        made = np.frombuffer(codes, np.int8).reshape(-1, 160)
+        made = made * np.frombuffer(scales, np.float32)[:, None]
+        assert made.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (FOUR + "_scale", None, f"{FOUR}: is U8 without {FOUR}_scale, which NVFP4 has"),
+        (FOUR + "_scale_2", None, f"{FOUR}: is U8 without {FOUR}_scale_2, which NVFP4 has"),
+        (FOUR, lambda a: a[:100], r"is U8 \[100, 80\]; config.json describes \[144, 160\]"),
+        (FOUR, lambda a: a[:, :72], r"which is \[144, 80\] as NVFP4"),
+        (FOUR + "_scale", lambda a: a[:, :5], r"is F8_E4M3 \[144, 5\]; .* has F8_E4M3 \[144, 10\]"),
+        (FOUR + "_scale", lambda a: np.asarray(a), r"is U8 \[144, 10\]; NVFP4 of \[144, 160\] has"),
+        (FOUR + "_scale_2", lambda a: np.ones(144, "f4"), r"is F32 \[144\]; NVFP4 has one F32"),
+        (FOUR + "_scale_2", lambda a: a.astype("f8"), r"is F64 \[\]; NVFP4 has one F32"),
+        (FOUR + "_scale_2", lambda a: a * 0, rf"{FOUR}: {FOUR}_scale_2 is 0.0; the source is dam"),
+        (FOUR + "_scale_2", lambda a: a + np.inf, rf"{FOUR}_scale_2 is inf; the source is damaged"),
+        (FOUR + "_scale_2", lambda a: a + np.nan, rf"{FOUR}_scale_2 is nan; the source is damaged"),
+        (FOUR + "_scale_2", lambda a: a * 0 + 3e38, f"the scales of {FOUR} are not finite"),
+        (FOUR + "_scale", put(0x7F), f"{FOUR}: the scales of {FOUR} are not finite"),
+        ("lm_head.weight", lambda a: np.zeros((256, 80), "u1"), "U8 without lm_head.weight_scale,"),
+        ("model.norm.weight", lambda a: a.astype("u1"), "is U8; F32, BF16, F16, F8_E4M3 are conv"),
+    ],
+)  # fmt: skip
+def test_damaged_nvfp4_is_named(tmp_path, name, change, message):
+    """Missing, misshapen or damaged scales and codes stop the conversion and are named."""
+    stored, _ = fourbit.modelopt()
+    if change is None:
+        del stored[name]
+    else:
+        stored[name] = np.asanyarray(change(stored[name].copy()))
+    source = directory(tmp_path / "source", stored)
     with pytest.raises(ContainerError, match=message):
         convert_directory(source, tmp_path / "out")
 

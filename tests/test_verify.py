@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fourbit
 import fp8
 import numpy as np
 import pytest
@@ -54,13 +55,16 @@ def test_whole(good):
 
 
 def test_every_form_can_be_verified(good, tmp_path):
-    """Float and FP8 checkpoints too; ours are compared even in the public layout."""
+    """Float, FP8 and NVFP4 checkpoints too; ours are compared even in the public layout."""
     plain = shardkit.directory(tmp_path / "plain")
     eight = shardkit.directory(tmp_path / "fp8", {"a.safetensors": fp8.checkpoint()[0]}, fp8.CONFIG)
+    stored = {"a.safetensors": fourbit.modelopt()[0]}
+    four = shardkit.directory(tmp_path / "four", stored, fourbit.CONFIG)
     repack_directory(good, tmp_path / "public", "public")
     for directory, word in (
         (plain, "without"),
         (eight, "without"),
+        (four, "without"),
         (tmp_path / "public", "compared"),
     ):
         verdict = verify(directory, deep=True)

@@ -29,10 +29,11 @@ from colibri.convert.manifest import (
     require_same,
     sample_of,
 )
+from colibri.convert.matrices import FP8_BLOCK
 from colibri.convert.plan import Plan, Request
 from colibri.convert.public import public_files
 from colibri.convert.shelf import require_deletable, require_unchanged
-from colibri.convert.source import FP8_BLOCK, FloatSource, StoredSource
+from colibri.convert.source import FloatSource, StoredSource
 from colibri.errors import ConfigError, ContainerError, UsageError
 from colibri.layout import Formats
 from colibri.resolve import is_own

@@ -1,4 +1,4 @@
-"""Where a conversion's matrices come from: a float checkpoint, FP8 too, or a container."""
+"""Where a conversion's matrices come from: a checkpoint of floats or codes, or a container."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from colibri.config import ModelConfig
 from colibri.container import Container, format_of
 from colibri.contents import Contents
 from colibri.convert.hints import hint_name, read_hints
-from colibri.convert.work import Blocks, Copy, Encode, Extent, Floats, Work
-from colibri.encoder import F8, SOURCE_BYTES
+from colibri.convert.matrices import FP8_BLOCK, SCALE_SUFFIXES, Matrices
+from colibri.convert.work import Copy, Encode, Extent, Matrix, Work
 from colibri.errors import ContainerError
 from colibri.experts import expert_tensor_names
 from colibri.formats import FLOATS, Format, Kind, MatrixRef
 from colibri.inventory import PROJECTIONS, Entry, expert_name, expert_shape
-from colibri.shard import TensorInfo
 
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
-FP8_BLOCK = (128, 128)
-_SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+# Scales of activations and of the cache of keys and values: those are not quantised so here.
+_BESIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 class FloatSource(Contents):
-    """A checkpoint in Hugging Face's layout: F32, BF16, F16, or FP8 (e4m3) with scales.
+    """A checkpoint in Hugging Face's layout: F32, BF16, F16, FP8 or NVFP4, matrix by matrix.
 
-    Every matrix is checked at opening, by headers alone: dtype, shape, and for FP8 scales that are
-    one number, one a row, or one a block (weights down and across). FP8 without scales is refused.
+    Every matrix is checked at opening, by headers alone (matrices.py): dtype, shape, and that codes
+    have the scales that make them numbers.
     """
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK
     ) -> None:
         super().__init__(config, checkpoint)
-        self.block = block
-        self._entries = {e.name: self._floats(e.name, e.shape) for e in self.entries}
+        self._matrices = Matrices(checkpoint, block)
+        self._entries = {e.name: self._matrices.one(e.name, e.shape) for e in self.entries}
         self._experts = {layer: self._layer_experts(layer) for layer in self.sparse_layers}
-        self.note_unused(set(self._entries), SCALE_SUFFIXES)
+        self.note_unused(set(self._entries), SCALE_SUFFIXES, _BESIDE)
         self.note_rounded(lambda name: self._entries[name].dtype == "F32")
 
     @property
@@ -63,25 +61,25 @@ class FloatSource(Contents):
 
     # ---- finding and checking -----------------------------------------------------------------
 
-    def _layer_experts(self, layer: int) -> list[tuple[Floats, ...]]:
+    def _layer_experts(self, layer: int) -> list[tuple[Matrix, ...]]:
         names = expert_tensor_names(self.checkpoint, self.config, layer)
         if len(names) == 2:
             return self._fused(*names)
         return [
             tuple(
-                self._floats(expert_name(layer, e, p), expert_shape(self.config, p))
+                self._matrices.one(expert_name(layer, e, p), expert_shape(self.config, p))
                 for p in PROJECTIONS
             )
             for e in range(self.config.n_routed_experts)
         ]
 
-    def _fused(self, gate_up: str, down: str) -> list[tuple[Floats, ...]]:
+    def _fused(self, gate_up: str, down: str) -> list[tuple[Matrix, ...]]:
         """gate_up_proj [E, 2I, H] (gate rows first) and down_proj [E, H, I]."""
         experts, inner = self.config.n_routed_experts, self.config.moe_intermediate_size
         hidden = self.config.hidden_size
-        both = self._stack(gate_up, (experts, 2 * inner, hidden))
-        below = self._stack(down, (experts, hidden, inner))
-        half = inner * hidden * SOURCE_BYTES[both[0].dtype]
+        both = self._matrices.stack(gate_up, (experts, 2 * inner, hidden))
+        below = self._matrices.stack(down, (experts, hidden, inner))
+        half = inner * both[0].row_bytes
         return [
             (
                 replace(pair, rows=inner),
@@ -90,73 +88,6 @@ class FloatSource(Contents):
             )
             for pair, single in zip(both, below, strict=True)
         ]
-
-    def _stack(self, name: str, shape: tuple[int, int, int]) -> list[Floats]:
-        """The matrices of a tensor of three dimensions."""
-        tensor = self._checked(name, shape)
-        count, rows, cols = shape
-        size = rows * cols * SOURCE_BYTES[tensor.dtype]
-        blocks = self._blocks(tensor, shape)
-        whole = Floats(name, tensor.dtype, rows, cols, tensor.shard, tensor.offset)
-        return [
-            replace(whole, offset=whole.offset + n * size, blocks=blocks[n]) for n in range(count)
-        ]
-
-    def _floats(self, name: str, shape: tuple[int, ...]) -> Floats:
-        tensor = self._checked(name, shape)
-        rows, cols = shape if len(shape) == 2 else (1, shape[0])
-        blocks = self._blocks(tensor, (1, rows, cols))[0]
-        return Floats(name, tensor.dtype, rows, cols, tensor.shard, tensor.offset, blocks)
-
-    def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        tensor = self.tensors[name]
-        if tensor.dtype not in SOURCE_BYTES:
-            raise self._fail(tensor, f"is {tensor.dtype}; {', '.join(SOURCE_BYTES)} are converted")
-        if tensor.shape != shape:
-            raise self._fail(
-                tensor, f"is {list(tensor.shape)}; config.json describes {list(shape)}"
-            )
-        return tensor
-
-    def _blocks(self, tensor: TensorInfo, shape: tuple[int, int, int]) -> list[Blocks | None]:
-        """FP8 scales of each of `count` matrices [rows, cols]; None where there need not be any."""
-        count = shape[0]
-        names = [tensor.name + suffix for suffix in SCALE_SUFFIXES]
-        scale = next((self.tensors[name] for name in names if name in self.tensors), None)
-        if tensor.dtype != F8:
-            if scale is not None:
-                raise self._fail(tensor, f"is {tensor.dtype} but has scales ({scale.name})")
-            return [None] * count
-        if scale is None:
-            fault = f"is FP8 without scales ({names[0]}), so its values cannot be known"
-            raise self._fail(tensor, f"{fault}; fetch the file that holds them")
-        if scale.dtype not in _SCALE_BYTES:
-            raise self._fail(scale, f"scales of dtype {scale.dtype} cannot be read")
-        sides, block = self._grid(tensor, scale, shape)
-        size = sides[0] * sides[1] * _SCALE_BYTES[scale.dtype]
-        places = (Extent(scale.shard, scale.offset + n * size, size) for n in range(count))
-        return [Blocks(place, scale.dtype, *sides, block) for place in places]
-
-    def _grid(
-        self, tensor: TensorInfo, scale: TensorInfo, shape: tuple[int, int, int]
-    ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """How many scales one matrix has down and across, and the block each of them is for."""
-        count, rows, cols = shape
-        down, across = self.block
-        grid = (-(-rows // down), -(-cols // across))
-        own = scale.shape[1:] if count > 1 and len(scale.shape) > 1 else scale.shape
-        for sides, block in ((grid, self.block), ((1, 1), (rows, cols)), ((rows, 1), (1, cols))):
-            whole = sides[0] * sides[1] * count * _SCALE_BYTES[scale.dtype]
-            if (*own, 1, 1)[:2] == sides and scale.nbytes == whole:
-                return sides, block
-        raise self._fail(
-            scale,
-            f"is {list(scale.shape)}; FP8 of {list(tensor.shape)} has one scale, one a row, or "
-            f"{list(grid)} for blocks of {down} x {across}",
-        )
-
-    def _fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
-        return ContainerError(f"{self.shards[tensor.shard].path}: tensor {tensor.name}: {fault}")
 
 
 class StoredSource(Container):
@@ -209,7 +140,7 @@ class StoredSource(Container):
     def _work(self, name: str, form: Format, first: int, rows: int) -> Work:
         ref = self.matrix(name)
         if form.kind in FLOATS:
-            source = Floats(name, Kind(ref.format).name, ref.rows, ref.cols, ref.shard, ref.offset)
+            source = Matrix(name, Kind(ref.format).name, ref.rows, ref.cols, ref.shard, ref.offset)
             return Encode(source, first, rows, form, False)
         row, scales = form.row_bytes(ref.cols), form.row_scales(ref.cols)
         stored = Kind(ref.scale_format)

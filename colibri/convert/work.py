@@ -10,14 +10,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from colibri.encoder import SOURCE_BYTES, Rows, encode_rows
+from colibri.convert.scales import Blocks
+from colibri.encoder import Rows, encode_rows, source_row_bytes
 from colibri.errors import ContainerError
 from colibri.formats import Format, Kind
 from colibri.paths import unreadable
-from colibri.quantize import f32_from_bf16
 
 _CACHED = 1 << 20  # source bytes that are read and encoded at a time, while the cache holds them
-_SCALES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class Extent(NamedTuple):
@@ -89,19 +88,9 @@ class Work(Protocol):
         """Fill the payload and the scales (empty for floats)."""
 
 
-class Blocks(NamedTuple):
-    """FP8 scales of one matrix: [rows, cols] of them, each for a block of weights."""
-
-    place: Extent
-    dtype: str
-    rows: int
-    cols: int
-    block: tuple[int, int]  # weights down and across
-
-
 @dataclass(frozen=True)
-class Floats:
-    """A float matrix [rows, cols] in a shard. FP8 has `blocks`, which count from a row that lies
+class Matrix:
+    """A matrix [rows, cols] in a shard. Codes have `blocks`, which count from a row that lies
     `first_row` rows before this matrix's own first (fused experts share them)."""
 
     name: str
@@ -113,12 +102,17 @@ class Floats:
     blocks: Blocks | None = None
     first_row: int = 0
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of codes."""
+        return source_row_bytes(self.dtype, self.cols)
+
 
 @dataclass(frozen=True)
 class Encode:
-    """Rows [first, first + rows) of a float matrix, to be stored in `form`."""
+    """Rows [first, first + rows) of a checkpoint's matrix, to be stored in `form`."""
 
-    source: Floats
+    source: Matrix
     first: int
     rows: int
     form: Format
@@ -130,41 +124,38 @@ class Encode:
         return self.source.name
 
     def extents(self) -> list[Extent]:
-        """The rows, and all block scales of the matrix."""
-        row = self.source.cols * SOURCE_BYTES[self.source.dtype]
+        """The rows, and the scales that they need."""
+        row = self.source.row_bytes
         place = self.source.offset + self.first * row
         data = Extent(self.source.shard, place, self.rows * row)
-        return [data] if self.source.blocks is None else [data, self.source.blocks.place]
+        blocks = self.source.blocks
+        return [data] if blocks is None else [data, *blocks.extents(self._begin, self.rows)]
 
     def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
         """ContainerError for weights that are damaged or do not fit the format."""
         source, blocks = self.source, self.source.blocks
-        block_scales = None if blocks is None else _block_scales(reader, blocks, self.name)
-        data = self.extents()[0]
-        row = source.cols * SOURCE_BYTES[source.dtype]
+        by = None if blocks is None else blocks.read(reader, self.name, self._begin, self.rows)
+        data, row = self.extents()[0], source.row_bytes
         step = max(1, _CACHED // row)
         for first in range(0, self.rows, step):
             count = min(step, self.rows - first)
             place = Extent(data.shard, data.offset + first * row, count * row)
             encode_rows(
-                Rows(source.dtype, count, source.cols, reader.read(place), block_scales,
-                     blocks.block if blocks else (1, 1), source.first_row + self.first + first),
+                Rows(source.dtype, count, source.cols, reader.read(place), by,
+                     blocks.block if blocks else (1, 1), self._begin + first),
                 self.form, self.search, _rows_of(codes, first, count, self.rows),
                 _rows_of(scales, first, count, self.rows),
             )  # fmt: skip
+
+    @property
+    def _begin(self) -> int:
+        """The first row as the scales count."""
+        return self.source.first_row + self.first
 
 
 def _rows_of(view: memoryview, first: int, count: int, rows: int) -> memoryview:
     each = view.nbytes // rows
     return view[first * each : (first + count) * each]
-
-
-def _block_scales(reader: Reader, blocks: Blocks, name: str) -> np.ndarray:
-    raw = np.frombuffer(bytes(reader.read(blocks.place)), _SCALES[blocks.dtype])
-    scales = f32_from_bf16(raw) if blocks.dtype == "BF16" else raw.astype(np.float32)
-    if not np.isfinite(scales).all():
-        raise ContainerError(f"the scales of {name} are not finite; the source is damaged")
-    return scales.reshape(blocks.rows, blocks.cols)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""Scales of a quantised source matrix: where they lie, and their values as f32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from colibri.errors import ContainerError
+from colibri.quantize import f32_from_bf16, f32_from_e4m3
+
+if TYPE_CHECKING:
+    from colibri.convert.work import Extent, Reader
+
+SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+_VALUES: dict[str, Callable[[bytes], np.ndarray]] = {
+    "F32": lambda raw: np.frombuffer(raw, "<f4"),
+    "F16": lambda raw: np.frombuffer(raw, "<f2").astype(np.float32),
+    "BF16": lambda raw: f32_from_bf16(np.frombuffer(raw, "<u2")),
+    "F8_E4M3": lambda raw: f32_from_e4m3(np.frombuffer(raw, np.uint8)),
+}
+
+
+class Whole(NamedTuple):
+    """One F32 for the whole matrix, by which the scales of its blocks are multiplied."""
+
+    name: str
+    place: Extent
+
+
+class Blocks(NamedTuple):
+    """Scales of one matrix: [rows, cols] of them, each for a block of weights."""
+
+    place: Extent
+    dtype: str
+    rows: int
+    cols: int
+    block: tuple[int, int]  # weights down and across
+    whole: Whole | None = None
+
+    def extents(self, first: int, rows: int) -> list[Extent]:
+        """What is read for rows [first, first + rows) of weights."""
+        more = [] if self.whole is None else [self.whole.place]
+        return [self._part(*self._range(first, rows)), *more]
+
+    def read(self, reader: Reader, name: str, first: int, rows: int) -> np.ndarray:
+        """f32 [rows, cols]; those of other rows of weights may be zero. One product makes each.
+
+        ContainerError for scales that are not finite, and for a whole one of zero.
+        """
+        begin, count = self._range(first, rows)
+        values = _VALUES[self.dtype](bytes(reader.read(self._part(begin, count))))
+        if self.whole is not None:
+            values = _scaled(values, reader, self.whole)
+        if not np.isfinite(values).all():
+            raise ContainerError(f"the scales of {name} are not finite; the source is damaged")
+        scales = np.zeros((self.rows, self.cols), np.float32)  # memory that is not touched is free
+        scales[begin : begin + count] = values.reshape(count, self.cols)
+        return scales
+
+    def _range(self, first: int, rows: int) -> tuple[int, int]:
+        """The rows of scales that are read: all of them where they are few."""
+        return (first, rows) if self.block[0] == 1 and self.cols > 1 else (0, self.rows)
+
+    def _part(self, begin: int, count: int) -> Extent:
+        row = self.cols * SCALE_BYTES[self.dtype]
+        return self.place._replace(offset=self.place.offset + begin * row, nbytes=count * row)
+
+
+def _scaled(values: np.ndarray, reader: Reader, whole: Whole) -> np.ndarray:
+    factor = np.frombuffer(bytes(reader.read(whole.place)), "<f4")[0]
+    if not np.isfinite(factor) or factor == 0:
+        raise ContainerError(f"{whole.name} is {factor}; the source is damaged")
+    with np.errstate(over="ignore"):  # told as not finite
+        return values * factor
