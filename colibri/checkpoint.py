@@ -128,10 +128,11 @@ def _of_gaps(present: set[str]) -> list[str]:
 
 
 def _stored_as(name: str) -> list[str]:
-    """A tensor's name, and those of what may hold an expert's matrices among all of its layer's."""
+    """A tensor's name, that of packed codes, and those of what may hold an expert's matrices among
+    all of its layer's."""
     found = _EXPERT.fullmatch(name)
-    packed = ("records", "gate_up_proj", "down_proj") if found else ()
-    return [name, *(found[1] + whole for whole in packed if found)]
+    fused = ("records", "gate_up_proj", "down_proj") if found else ()
+    return [name, name + "_packed", *(found[1] + whole for whole in fused if found)]
 
 
 def _numbering_gaps(present: set[str]) -> list[str]:

@@ -56,6 +56,21 @@ def modelopt() -> tuple[Arrays, Arrays]:
     return stored, meant
 
 
+def compressed() -> tuple[Arrays, Arrays]:
+    """The same as compressed-tensors has it (nvfp4-pack-quantized): codes are `weight_packed`, and
+    the matrix's scale divides: e2m1(code) * (e4m3(scale) / scale of the matrix)."""
+    stored, meant = modelopt()
+    for name in [n for n in stored if is_expert(n)]:
+        whole = np.array([1 / stored.pop(name + "_scale_2")], np.float32)
+        codes = stored.pop(name)
+        scales = fp8.VALUES[np.asarray(stored[name + "_scale"])] / whole
+        stored |= {name + "_packed": codes, name + "_global_scale": whole}
+        stem = name.removesuffix("weight")
+        stored[stem + "input_global_scale"] = stored.pop(stem + "input_scale")
+        meant[name] = values(codes, scales)
+    return stored, meant
+
+
 def nvfp4(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Arrays:
     """Random codes and scales; some scales are zero, as those of empty blocks are."""
     codes = rng.integers(0, 16, shape, dtype=np.uint8)

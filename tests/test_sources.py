@@ -134,14 +134,16 @@ def test_damaged_fp8_is_named(tmp_path, name, change, message):
 
 
 FOUR = "model.layers.1.mlp.experts.1.up_proj.weight"  # [144, 160]
+PACKED = "model.layers.1.mlp.experts.1.down_proj.weight"  # [160, 144]
 
 
 @pytest.mark.parametrize("formats", [MIXED, FLOATS], ids=["mixed", "f32"])
-def test_four_bits_are_their_values(tmp_path, formats):
+@pytest.mark.parametrize("kind", [fourbit.modelopt, fourbit.compressed])
+def test_four_bits_are_their_values(tmp_path, kind, formats):
     """A checkpoint of NVFP4 experts, FP8 with one scale and floats, spread over shards, converts to
     the very bytes of the f32 checkpoint of its values; scales of activations and of the cache are
     known to be of no use."""
-    stored, meant = fourbit.modelopt()
+    stored, meant = kind()
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     four = directory(tmp_path / "four", stored, 5, **config)
     (four / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
@@ -195,12 +197,15 @@ def test_pieces_read_their_own_scales(tmp_path, monkeypatch):
         (FOUR + "_scale_2", lambda a: a * 0 + 3e38, f"the scales of {FOUR} are not finite"),
         (FOUR + "_scale", put(0x7F), f"{FOUR}: the scales of {FOUR} are not finite"),
         ("lm_head.weight", lambda a: np.zeros((256, 80), "u1"), "U8 without lm_head.weight_scale,"),
+        (PACKED + "_global_scale", None, f"{PACKED}_packed: is U8 without {PACKED}_global_sc"),
+        (PACKED + "_global_scale", lambda a: a * 0, f"{PACKED}_global_scale is 0.0; the source"),
+        (PACKED + "_packed", None, rf"1 tensor is missing, first layer 1 routed .*\({PACKED}\)"),
         ("model.norm.weight", lambda a: a.astype("u1"), "is U8; F32, BF16, F16, F8_E4M3 are conv"),
     ],
 )  # fmt: skip
 def test_damaged_nvfp4_is_named(tmp_path, name, change, message):
     """Missing, misshapen or damaged scales and codes stop the conversion and are named."""
-    stored, _ = fourbit.modelopt()
+    stored, _ = fourbit.compressed() if name.startswith(PACKED) else fourbit.modelopt()
     if change is None:
         del stored[name]
     else:
@@ -208,6 +213,13 @@ def test_damaged_nvfp4_is_named(tmp_path, name, change, message):
     source = directory(tmp_path / "source", stored)
     with pytest.raises(ContainerError, match=message):
         convert_directory(source, tmp_path / "out")
+
+
+def test_codes_and_weights(tmp_path):
+    """A matrix that is there both packed and plain is refused."""
+    stored = fourbit.compressed()[0] | {PACKED: np.zeros((160, 144), np.float32)}
+    with pytest.raises(ContainerError, match=f"{PACKED}_packed: there is a {PACKED} too"):
+        convert_directory(directory(tmp_path / "source", stored), tmp_path / "out")
 
 
 def test_bf16_stays_bf16(tmp_path):

@@ -13,9 +13,28 @@ from colibri.shard import TensorInfo
 
 FP8_BLOCK = (128, 128)
 NVFP4_BLOCK = 16  # inputs that share a scale
-_SCALE, _WHOLE = ("_scale_inv", "_scale"), "_scale_2"
-SCALE_SUFFIXES = (*_SCALE, _WHOLE)
+_SCALE, _PACKED = ("_scale_inv", "_scale"), "_packed"
+# One scale of a whole matrix: Model Optimizer's multiplies, compressed-tensors' divides.
+_MULTIPLIES, _DIVIDES = "_scale_2", "_global_scale"
+SCALE_SUFFIXES = (_MULTIPLIES, _DIVIDES, *_SCALE)  # longer ones first
 _FP8_SCALES = ("F32", "BF16", "F16")
+
+
+def is_coded(tensor: TensorInfo) -> bool:
+    """Whether only a conversion reads this: it is FP8, scales of NVFP4, or packed."""
+    return tensor.dtype.startswith("F8") or tensor.name.endswith(_PACKED)
+
+
+def by_weight(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with `T_packed`, as compressed-tensors names codes, under the name `T`."""
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        stem = name.removesuffix(_PACKED)
+        if stem != name and stem in checkpoint.tensors:
+            path = checkpoint.shards[tensor.shard].path
+            raise ContainerError(f"{path}: {name}: there is a {stem} too; one of them is wrong")
+        tensors[stem] = tensor
+    return checkpoint._replace(tensors=tensors)
 
 
 class Matrices:
@@ -56,7 +75,7 @@ class Matrices:
             )
 
     def _scales(self, tensor: TensorInfo) -> TensorInfo | None:
-        names = [tensor.name + suffix for suffix in _SCALE]
+        names = [_stem(tensor) + suffix for suffix in _SCALE]
         return next((self._tensors[name] for name in names if name in self._tensors), None)
 
     # ---- FP8 ----------------------------------------------------------------------------------
@@ -105,9 +124,11 @@ class Matrices:
         if tensor.shape != (rows, cols // 2):
             fault = f"is U8 {list(tensor.shape)}; config.json describes {[rows, cols]}, which is"
             raise self._fail(tensor, f"{fault} {[rows, cols // 2]} as NVFP4")
-        scale, whole = self._scales(tensor), self._tensors.get(tensor.name + _WHOLE)
+        divides = tensor.name.endswith(_PACKED)
+        stem, suffix = _stem(tensor), _DIVIDES if divides else _MULTIPLIES
+        scale, whole = self._scales(tensor), self._tensors.get(stem + suffix)
         if scale is None or whole is None:
-            absent = tensor.name + (_SCALE[1] if scale is None else _WHOLE)
+            absent = stem + (_SCALE[1] if scale is None else suffix)
             fault = f"is U8 without {absent}, which NVFP4 has; fetch the file that holds it, or"
             raise self._fail(tensor, f"{fault} convert the BF16 or FP8 checkpoint")
         grid = (rows, cols // NVFP4_BLOCK)
@@ -121,14 +142,18 @@ class Matrices:
             raise self._fail(
                 whole, f"is {whole.dtype} {list(whole.shape)}; NVFP4 has one F32 for a matrix"
             )
-        blocks = Blocks(
-            _place(scale), F8, *grid, (1, NVFP4_BLOCK), Whole(whole.name, _place(whole))
-        )
+        factor = Whole(whole.name, _place(whole), divides)
+        blocks = Blocks(_place(scale), F8, *grid, (1, NVFP4_BLOCK), factor)
         return Matrix(tensor.name, F4, rows, cols, tensor.shard, tensor.offset, blocks)
 
     def _fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
         path = self._checkpoint.shards[tensor.shard].path
         return ContainerError(f"{path}: tensor {tensor.name}: {fault}")
+
+
+def _stem(tensor: TensorInfo) -> str:
+    """The name of the matrix whose codes this tensor holds."""
+    return tensor.name.removesuffix(_PACKED)
 
 
 def _place(tensor: TensorInfo) -> Extent:

@@ -29,7 +29,7 @@ from colibri.convert.manifest import (
     require_same,
     sample_of,
 )
-from colibri.convert.matrices import FP8_BLOCK
+from colibri.convert.matrices import FP8_BLOCK, is_coded
 from colibri.convert.plan import Plan, Request
 from colibri.convert.public import public_files
 from colibri.convert.shelf import require_deletable, require_unchanged
@@ -180,9 +180,9 @@ def _new_manifest(request: Request, hub: Hub | None, config: str) -> Manifest:
 
 
 def open_contents(directory: Path) -> FloatSource | Container:
-    """A model directory of any readable form, FP8 checkpoints included, checked by its headers."""
+    """A model directory of any form that is run or converted, checked by its headers."""
     checkpoint = open_checkpoint(directory)
-    if not any(tensor.dtype.startswith("F8") for tensor in checkpoint.tensors.values()):
+    if not any(is_coded(tensor) for tensor in checkpoint.tensors.values()):
         return Container(ModelConfig.load(directory), checkpoint)
     path = directory / side_files.CONFIG
     fields = parse_object(path.read_bytes(), str(path), ConfigError)

@@ -23,10 +23,11 @@ _VALUES: dict[str, Callable[[bytes], np.ndarray]] = {
 
 
 class Whole(NamedTuple):
-    """One F32 for the whole matrix, by which the scales of its blocks are multiplied."""
+    """One F32 for the whole matrix: the scales of its blocks are multiplied or divided by it."""
 
     name: str
     place: Extent
+    divides: bool
 
 
 class Blocks(NamedTuple):
@@ -45,7 +46,7 @@ class Blocks(NamedTuple):
         return [self._part(*self._range(first, rows)), *more]
 
     def read(self, reader: Reader, name: str, first: int, rows: int) -> np.ndarray:
-        """f32 [rows, cols]; those of other rows of weights may be zero. One product makes each.
+        """f32 [rows, cols]; those of other rows of weights may be zero.
 
         ContainerError for scales that are not finite, and for a whole one of zero.
         """
@@ -73,4 +74,4 @@ def _scaled(values: np.ndarray, reader: Reader, whole: Whole) -> np.ndarray:
     if not np.isfinite(factor) or factor == 0:
         raise ContainerError(f"{whole.name} is {factor}; the source is damaged")
     with np.errstate(over="ignore"):  # told as not finite
-        return values * factor
+        return values / factor if whole.divides else values * factor

@@ -11,7 +11,7 @@ from colibri.config import ModelConfig
 from colibri.container import Container, format_of
 from colibri.contents import Contents
 from colibri.convert.hints import hint_name, read_hints
-from colibri.convert.matrices import FP8_BLOCK, SCALE_SUFFIXES, Matrices
+from colibri.convert.matrices import FP8_BLOCK, SCALE_SUFFIXES, Matrices, by_weight
 from colibri.convert.work import Copy, Encode, Extent, Matrix, Work
 from colibri.errors import ContainerError
 from colibri.experts import expert_tensor_names
@@ -32,8 +32,8 @@ class FloatSource(Contents):
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK
     ) -> None:
-        super().__init__(config, checkpoint)
-        self._matrices = Matrices(checkpoint, block)
+        super().__init__(config, by_weight(checkpoint))
+        self._matrices = Matrices(self.checkpoint, block)
         self._entries = {e.name: self._matrices.one(e.name, e.shape) for e in self.entries}
         self._experts = {layer: self._layer_experts(layer) for layer in self.sparse_layers}
         self.note_unused(set(self._entries), SCALE_SUFFIXES, _BESIDE)
