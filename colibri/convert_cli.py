@@ -79,9 +79,9 @@ def convert(
 ) -> int:  # fmt: skip
     """Convert a checkpoint to colibri's own format.
 
-    SOURCE is a directory as Hugging Face has it (BF16, F16, F32, FP8 or NVFP4 with scales), a
-    container of the public engine (repacked, its numbers unchanged), or hf://owner/name[@revision].
-    TARGET is a directory. Interrupted, even by a power cut, it continues when run again.
+    SOURCE is a directory as Hugging Face has it (BF16, F16, F32, FP8, NVFP4 or packed
+    integers), a container of the public engine (repacked, its numbers unchanged), or
+    hf://owner/name[@revision]. TARGET is a directory. Interrupted, even by a power cut, it continues when run again.
     """
     from colibri.convert.plan import Request
 

@@ -10,28 +10,33 @@ from colibri.formats import Format
 
 F8 = "F8_E4M3"
 F4 = "F4_E2M1"  # two a byte, the first in the low half
+I4, I8 = "I4", "I8"  # without a sign, in words of 32 bits, of which every row begins a new one
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-_BITS = {"F32": 32, "BF16": 16, "F16": 16, F8: 8, F4: 4}
+_BITS = {"F32": 32, "BF16": 16, "F16": 16, F8: 8, F4: 4, I8: 8, I4: 4}
 _DTYPES = {
     "F32": lib.CLB_SOURCE_F32,
     "BF16": lib.CLB_SOURCE_BF16,
     "F16": lib.CLB_SOURCE_F16,
     F8: lib.CLB_SOURCE_F8,
     F4: lib.CLB_SOURCE_F4,
+    I8: lib.CLB_SOURCE_I8,
+    I4: lib.CLB_SOURCE_I4,
 }
 
 
 def source_row_bytes(dtype: str, cols: int) -> int:
     """Bytes of one row of a checkpoint's matrix."""
-    return -(-cols * _BITS[dtype] // 8)
+    bits = cols * _BITS[dtype]
+    return -(-bits // 32) * 4 if dtype in (I8, I4) else -(-bits // 8)
 
 
 class Rows(NamedTuple):
     """Rows [rows, cols] of a matrix as a checkpoint stores them, one after the other in `data`.
 
     For F8 and F4 a value is its code times the scale of its block: `scales` f32 [block rows, block
-    columns], blocks of `block` (rows, columns) counted from the first row that has one, and
-    `first_row` the row of those which comes first here.
+    columns] of the whole matrix, blocks of `block` (rows, columns), and `first_row` the row of
+    that matrix which comes first here. For I8 and I4 it is the code less the block's zero, times
+    the scale: `zeros` uint8, shaped as the scales; without them 128 and 8.
     """
 
     dtype: str
@@ -41,6 +46,7 @@ class Rows(NamedTuple):
     scales: np.ndarray | None = None
     block: tuple[int, int] = (1, 1)
     first_row: int = 0
+    zeros: np.ndarray | None = None
 
 
 def encode_rows(
@@ -63,6 +69,9 @@ def encode_rows(
     block_scales = np.ascontiguousarray(
         source.scales if source.scales is not None else np.empty((0, 0)), np.float32
     )
+    zeros = source.zeros
+    if zeros is not None and (zeros.shape, zeros.dtype) != (block_scales.shape, np.uint8):
+        raise ValueError(f"zeros {zeros.dtype} {zeros.shape} for scales {block_scales.shape}")
     rows = ffi.new(
         "clb_source *",
         {
@@ -72,6 +81,7 @@ def encode_rows(
             "row_bytes": row_bytes,
             "data": ffi.from_buffer("uint8_t[]", source.data),
             "scales": ffi.from_buffer("float[]", block_scales),
+            "zeros": ffi.NULL if zeros is None else ffi.from_buffer("uint8_t[]", zeros),
             "scale_rows": block_scales.shape[0],
             "scale_cols": block_scales.shape[1],
             "block_rows": source.block[0],

@@ -103,8 +103,23 @@ def f32_from_e4m3(codes: np.ndarray) -> np.ndarray:
 def f32_from_f4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """f32 [rows, cols] of e2m1 codes, two a byte (uint8 [rows, cols / 2], the first in the low
     half): each times the scale of its block (f32 [rows, blocks]), one product per element."""
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    codes = _nibbles(packed)
     return E2M1[codes] * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+
+
+def f32_from_integers(
+    packed: np.ndarray, bits: int, scales: np.ndarray, zeros: np.ndarray | None = None
+) -> np.ndarray:
+    """f32 [rows, cols] of unsigned codes of 8 bits (uint8 [rows, cols]) or 4 (two a byte): the code
+    less the zero of its block (uint8 [rows, blocks]; without them 128 or 8), times the scale of its
+    block (f32 [rows, blocks]): one exact difference, one product.
+    """
+    codes = packed if bits == 8 else _nibbles(packed)
+    if zeros is None:
+        zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
+    each = codes.shape[1] // scales.shape[1]
+    less = codes.astype(np.float32) - np.repeat(zeros, each, axis=1).astype(np.float32)
+    return less * np.repeat(scales, each, axis=1)
 
 
 def _dtype(kind: Kind) -> type[np.floating]:
@@ -267,7 +282,7 @@ def _unpack(payload: np.ndarray, kind: Kind, cols: int) -> np.ndarray:
     if kind == Kind.INT8:
         return payload.view(np.int8)
     if kind == Kind.INT4:
-        stored = np.stack([payload & 15, payload >> 4], axis=-1).reshape(rows, -1)
+        stored = _nibbles(payload)
     elif kind == Kind.INT2:
         stored = _unpack_pairs(payload)
     else:
@@ -275,6 +290,10 @@ def _unpack(payload: np.ndarray, kind: Kind, cols: int) -> np.ndarray:
         high = np.unpackbits(blocks[:, 16:], axis=1, bitorder="little")
         stored = (_unpack_pairs(blocks[:, :16]) | high << 2).reshape(rows, -1)
     return stored[:, :cols].astype(np.int8) + np.int8(_LOW[kind])
+
+
+def _nibbles(payload: np.ndarray) -> np.ndarray:
+    return np.stack([payload & 15, payload >> 4], axis=-1).reshape(len(payload), -1)
 
 
 def _unpack_pairs(payload: np.ndarray) -> np.ndarray:

@@ -219,17 +219,22 @@ int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, con
 
 /* ---- encoders, for conversion -------------------------------------------------------------- */
 
-enum { CLB_SOURCE_F32, CLB_SOURCE_BF16, CLB_SOURCE_F16, CLB_SOURCE_F8, CLB_SOURCE_F4 };
+enum {
+    CLB_SOURCE_F32, CLB_SOURCE_BF16, CLB_SOURCE_F16, CLB_SOURCE_F8, CLB_SOURCE_F4, CLB_SOURCE_I8,
+    CLB_SOURCE_I4
+};
 
 typedef struct clb_source { /* rows of a checkpoint's matrix, in memory, any alignment */
     int32_t dtype;
     int64_t rows, cols;
     int64_t row_bytes; /* from one row to the next */
     const uint8_t *data;
-    /* F8 (e4m3) and F4 (e2m1, two a byte, the first in the low half): the value of a code times the
-       scale of its block; blocks count from the matrix's own row 0, of which data[0] is row
-       first_row. A block of F4 is an even number of weights wide, or the whole row. */
+    /* F8 (e4m3) and F4 (e2m1): the value of a code times the scale of its block; I8 and I4 (no sign):
+       the code less the block's zero, times its scale. Of four bits the first code is in the low
+       half of a byte. Blocks count from the matrix's own row 0, of which data[0] is row first_row;
+       of four bits they are an even number of weights wide, or the whole row. */
     const float *scales; /* [scale_rows][scale_cols] */
+    const uint8_t *zeros; /* as many; NULL: half of the codes are negative */
     int64_t scale_rows, scale_cols, block_rows, block_cols, first_row;
 } clb_source;
 

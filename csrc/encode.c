@@ -27,13 +27,13 @@ static int64_t source_bits(int32_t dtype) {
     switch (dtype) {
     case CLB_SOURCE_F32: return 32;
     case CLB_SOURCE_BF16: case CLB_SOURCE_F16: return 16;
-    case CLB_SOURCE_F8: return 8;
-    case CLB_SOURCE_F4: return 4;
+    case CLB_SOURCE_F8: case CLB_SOURCE_I8: return 8;
+    case CLB_SOURCE_F4: case CLB_SOURCE_I4: return 4;
     default: return 0;
     }
 }
 
-/* Whether every weight has a scale, and a block of F4 begins with a whole byte. */
+/* Whether every weight has a scale, and a block begins with a whole byte. */
 static bool scales_cover(const clb_source *s) {
     if (!s->scales || s->block_rows < 1 || s->block_cols < 1 || s->scale_cols < 1 ||
         s->first_row < 0 || s->first_row > INT64_C(1) << 40)

@@ -133,6 +133,13 @@ static inline lanes lanes_fours(const uint8_t *p, const float *table) {
     return (lanes){looked_up(codes, low, high), looked_up(_mm_srli_si128(codes, 8), low, high)};
 }
 
+static inline lanes lanes_bytes(const uint8_t *p) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+    __m256i low = _mm256_cvtepu8_epi32(bytes);
+    __m256i high = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+    return (lanes){_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+}
+
 static inline lanes lanes_div(lanes a, lanes b) {
     return (lanes){_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
 }

@@ -63,6 +63,13 @@ static inline lanes lanes_fours(const uint8_t *p, const float *table) {
     return a;
 }
 
+static inline lanes lanes_bytes(const uint8_t *p) {
+    lanes a;
+    for (int l = 0; l < CLB_LANES; l++)
+        a.v[l] = p[l];
+    return a;
+}
+
 /* Rounded half away from zero, in any order; magnitudes up to 32767. */
 static inline void lanes_shorts(lanes a, int16_t *out) {
     for (int l = 0; l < CLB_LANES; l++)

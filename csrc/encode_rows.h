@@ -14,25 +14,33 @@
 static const float e2m1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                                -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-static inline lanes coded(int32_t dtype, const uint8_t *codes) {
-    return dtype == CLB_SOURCE_F4 ? lanes_fours(codes, e2m1) : lanes_f8(codes);
+static const float whole[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Sixteen codes as they count before their scale. */
+static inline lanes coded(int32_t dtype, const uint8_t *codes, lanes zero) {
+    switch (dtype) {
+    case CLB_SOURCE_F4: return lanes_fours(codes, e2m1);
+    case CLB_SOURCE_I4: return lanes_sub(lanes_fours(codes, whole), zero);
+    case CLB_SOURCE_I8: return lanes_sub(lanes_bytes(codes), zero);
+    default: return lanes_f8(codes);
+    }
 }
 
-/* Codes times scales. Inlined with a constant `dtype`, so that the loop does not ask. */
-static inline void widen_coded(int32_t dtype, const clb_source *s, const uint8_t *row,
-                               int64_t absolute_row, float *out) {
-    const float *scales = s->scales + absolute_row / s->block_rows * s->scale_cols;
-    int64_t each = dtype == CLB_SOURCE_F4 ? 2 : 1; /* codes a byte */
-    for (int64_t at = 0; at < s->cols; at += s->block_cols) {
+/* Inlined with constants, so that the loop does not ask. `each`: codes a byte. */
+static inline void widen_coded(int32_t dtype, int64_t each, const clb_source *s,
+                               const uint8_t *row, int64_t absolute_row, float *out) {
+    int64_t block = absolute_row / s->block_rows * s->scale_cols;
+    for (int64_t at = 0; at < s->cols; at += s->block_cols, block++) {
         int64_t end = s->cols - at < s->block_cols ? s->cols : at + s->block_cols, i = at;
-        lanes by = lanes_fill(*scales++);
+        lanes by = lanes_fill(s->scales[block]);
+        lanes zero = lanes_fill(s->zeros ? s->zeros[block] : each == 2 ? 8 : 128);
         for (; i + LANES <= end; i += LANES)
-            lanes_store(out + i, lanes_mul(coded(dtype, row + i / each), by));
+            lanes_store(out + i, lanes_mul(coded(dtype, row + i / each, zero), by));
         if (i < end) {
             uint8_t last[LANES] = {0};
             float tail[LANES];
             memcpy(last, row + i / each, (size_t)((end - i + each - 1) / each));
-            lanes_store(tail, lanes_mul(coded(dtype, last), by));
+            lanes_store(tail, lanes_mul(coded(dtype, last, zero), by));
             memcpy(out + i, tail, (size_t)(end - i) * sizeof *out);
         }
     }
@@ -42,10 +50,12 @@ static inline void widen_coded(int32_t dtype, const clb_source *s, const uint8_t
 static void widen(const clb_encoding *e, int64_t row, float *out) {
     const clb_source *s = e->source;
     const uint8_t *data = s->data + row * s->row_bytes;
-    int64_t i = 0;
+    int64_t i = 0, at = s->first_row + row;
     switch (s->dtype) {
-    case CLB_SOURCE_F8: widen_coded(CLB_SOURCE_F8, s, data, s->first_row + row, out); break;
-    case CLB_SOURCE_F4: widen_coded(CLB_SOURCE_F4, s, data, s->first_row + row, out); break;
+    case CLB_SOURCE_F8: widen_coded(CLB_SOURCE_F8, 1, s, data, at, out); break;
+    case CLB_SOURCE_F4: widen_coded(CLB_SOURCE_F4, 2, s, data, at, out); break;
+    case CLB_SOURCE_I8: widen_coded(CLB_SOURCE_I8, 1, s, data, at, out); break;
+    case CLB_SOURCE_I4: widen_coded(CLB_SOURCE_I4, 2, s, data, at, out); break;
     case CLB_SOURCE_F32: memcpy(out, data, (size_t)s->cols * sizeof *out); break;
     case CLB_SOURCE_F16:
         for (; i < s->cols; i++)

@@ -7,6 +7,8 @@ import numpy as np
 import shardkit
 import tiny
 
+from colibri.quantize import bf16_from_f32, f32_from_bf16
+
 Arrays = dict[str, np.ndarray]
 CONFIG = fp8.CONFIG
 FOUR = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")  # of experts
@@ -69,6 +71,43 @@ def compressed() -> tuple[Arrays, Arrays]:
         stored[stem + "input_global_scale"] = stored.pop(stem + "input_scale")
         meant[name] = values(codes, scales)
     return stored, meant
+
+
+def integers(bits: int, group: int, asymmetric: bool, bf16: bool = True) -> tuple[Arrays, Arrays]:
+    """Experts of integers as compressed-tensors packs them (pack-quantized), and the same as f32:
+    (code - zero point) * scale. `group`: inputs that share a scale; 0 a row's, -1 the matrix's."""
+    rng = np.random.default_rng(10)
+    stored: Arrays = {}
+    meant: Arrays = {}
+    for name, weights in tiny.tensors(CONFIG, shardkit.SEED):
+        if not is_expert(name):
+            stored[name] = meant[name] = weights
+            continue
+        rows, cols = weights.shape
+        grid = {0: (rows, 1), -1: (1, 1)}.get(group, (rows, cols // max(group, 1)))
+        codes = rng.integers(0, 1 << bits, weights.shape)
+        zeros = rng.integers(0, 1 << bits, grid) if asymmetric else np.full(grid, 1 << bits - 1)
+        scales = (rng.uniform(1, 2, grid) * rng.choice([-0.01, 0.01], grid)).astype(np.float32)
+        rounded = bf16_from_f32(scales)
+        stored[name + "_packed"] = words(codes, bits)
+        stored[name + "_scale"] = rounded if bf16 else scales
+        stored[name + "_shape"] = np.array(weights.shape, np.int64)
+        if asymmetric:
+            stored[name + "_zero_point"] = np.ascontiguousarray(words(zeros.T, bits).T)
+        spread = f32_from_bf16(rounded) if bf16 else scales
+        each = rows // grid[0], cols // grid[1]
+        spread, less = (np.repeat(np.repeat(a, each[0], 0), each[1], 1) for a in (spread, zeros))
+        meant[name] = (codes - less).astype(np.float32) * spread
+    return stored, meant
+
+
+def words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [rows, cols] in I32 words, the first in the lowest bits; a row begins a new one."""
+    each = 32 // bits
+    out = np.zeros((len(codes), -(-codes.shape[1] // each)), np.uint32)
+    for at in range(codes.shape[1]):
+        out[:, at // each] |= codes[:, at].astype(np.uint32) << np.uint32(at % each * bits)
+    return out.view(np.int32)
 
 
 def nvfp4(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Arrays:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri.encoder import F4, F8, FLOAT_DTYPES, Rows, encode_rows, source_row_bytes
+from colibri.encoder import F4, F8, FLOAT_DTYPES, I4, I8, Rows, encode_rows, source_row_bytes
 from colibri.errors import ContainerError
 from colibri.formats import FLOATS, Format
-from colibri.quantize import bf16_from_f32, encode, f32_from_bf16, f32_from_f4
+from colibri.quantize import bf16_from_f32, encode, f32_from_bf16, f32_from_f4, f32_from_integers
 
 QUANTISED = ("int8", "int8-f32", "int8-g4", "int8-g32-f32", "int4", "int4-f32", "int4-g8",
              "int4-g32", "int4-g64", "int4-g24-f32", "int4-g256", "int3-g64", "int3-g64-f32",
@@ -150,6 +150,28 @@ def test_four_bits(text, shape, first, isa, seed):
     assert got == expected(weights, text, False)
 
 
+@given(
+    st.sampled_from([(I4, 4), (I8, 8)]),
+    st.tuples(st.integers(1, 9), st.integers(1, 5), st.sampled_from([2, 18, 32, 64, 128])),
+    st.booleans(),
+    st.integers(0, 20),
+    st.sampled_from(["scalar", None]),
+    st.integers(0, 2**32 - 1),
+)
+def test_integers(kind, shape, asymmetric, first, isa, seed):
+    """A packed integer less its block's zero, times its block's scale: NumPy's bytes."""
+    (dtype, bits), (rows, blocks, wide), rng = kind, shape, np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (rows, source_row_bytes(dtype, blocks * wide)), dtype=np.uint8)
+    scales = (rng.standard_normal((first + rows, blocks)) * 1e-2).astype(np.float32)
+    zeros = rng.integers(0, 1 << bits, scales.shape).astype(np.uint8) if asymmetric else None
+    used = codes[:, : blocks * wide * bits // 8]
+    of = None if zeros is None else zeros[first:]
+    weights = f32_from_integers(used, bits, scales[first:], of)
+    rows_ = Rows(dtype, rows, blocks * wide, codes, scales, (1, wide), first, zeros)
+    for text in ("f32", "int4-g64"):
+        assert run(rows_, text, False, isa) == expected(weights, text, False)
+
+
 def test_every_code_of_four_bits():
     """All sixteen codes have the value of the definition, in either half of a byte."""
     codes = np.arange(256, dtype=np.uint8)[None]
@@ -221,12 +243,15 @@ def test_buffers_are_checked():
     for scales, block in (((2, 1), (1, 32)), ((2, 22), (1, 3)), ((1, 4), (1, 16))):
         with pytest.raises(ContainerError, match="do not cover"):
             run(Rows(F4, 2, 64, bytes(64), np.ones(scales, np.float32), block), "int8")
+    one = np.ones((2, 1), np.float32)
+    with pytest.raises(ValueError, match="zeros uint8"):
+        run(Rows(I4, 2, 64, bytes(64), one, (1, 64), 0, np.ones((1, 1), np.uint8)), "int8")
     with pytest.raises(ContainerError, match="no such instruction set"):
         run(Rows("F32", 2, 64, weights), "int8", isa="mmx")
 
 
 def test_every_dtype_has_a_size():
     """The sizes of source dtypes are those NumPy and the format know; four bits fill bytes."""
-    sizes = {dtype: source_row_bytes(dtype, 7) for dtype in (*FLOAT_DTYPES, F8, F4)}
-    assert sizes == {"F32": 28, "BF16": 14, "F16": 14, F8: 7, F4: 4}
+    sizes = {dtype: source_row_bytes(dtype, 7) for dtype in (*FLOAT_DTYPES, F8, F4, I8, I4)}
+    assert sizes == {"F32": 28, "BF16": 14, "F16": 14, F8: 7, F4: 4, I8: 8, I4: 4}
     assert all(Format(kind).row_bytes(8) == 8 * (4 if kind == 0 else 2) for kind in FLOATS)

@@ -156,6 +156,45 @@ def test_four_bits_are_their_values(tmp_path, kind, formats):
     assert not [n for n in open_contents(four).notes if "ignored" in n]
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 0, -1])
+def test_integers_are_their_values(tmp_path, bits, group, asymmetric):
+    """Packed integers of 4 or 8 bits, with scales by group, row or matrix, with and without zero
+    points, spread over shards, convert to what they stand for."""
+    stored, meant = fourbit.integers(bits, group, asymmetric)
+    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    packed = directory(tmp_path / "packed", stored, 5, **config)
+    convert_directory(packed, tmp_path / "out", FLOATS)
+    made = Container.open(tmp_path / "out")
+    for name in filter(fourbit.is_expert, meant):
+        assert made.read_array(name).tobytes() == meant[name].tobytes()
+    assert not [n for n in open_contents(packed).notes if "ignored" in n]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 0])
+@pytest.mark.parametrize("scale", ["f32", "f16"])
+def test_integers_are_kept(tmp_path, bits, group, scale):
+    """Integers without zero points that a format asked for has too keep every value; scales that
+    are not exact in f16 have their matrix encoded as another one would be."""
+    form = Format.parse(f"int{bits}" + (f"-g{group}" if group else "") + f"-{scale}")
+    formats = Formats(form, form, *[Format(Kind.F32)] * 2)
+    stored, meant = fourbit.integers(bits, group, False)
+    inexact = stored[FOUR + "_scale"]
+    inexact[3, 0] = 0x0001  # a subnormal of BF16
+    meant[FOUR][3, : group or 160] *= 0
+    convert_directory(directory(tmp_path / "packed", stored), tmp_path / "out", formats)
+    kept = Container.open(tmp_path / "out")
+    for name in [n for n in meant if fourbit.is_expert(n) and (n != FOUR or scale == "f32")]:
+        wanted = np.where(np.abs(meant[name]) > 0, meant[name], kept.read_array(name))
+        assert kept.read_array(name).tobytes() == wanted.tobytes()
+    if scale == "f16":
+        convert_directory(directory(tmp_path / "plain", meant), tmp_path / "encoded", formats)
+        encoded = Container.open(tmp_path / "encoded")
+        assert kept.read_array(FOUR).tobytes() == encoded.read_array(FOUR).tobytes()
+
+
 def test_pieces_read_their_own_scales(tmp_path, monkeypatch):
     """A matrix made in pieces of rows is the same, and each piece reads no other's scales."""
     stored, _ = fourbit.modelopt()
@@ -210,6 +249,34 @@ def test_damaged_nvfp4_is_named(tmp_path, name, change, message):
         del stored[name]
     else:
         stored[name] = np.asanyarray(change(stored[name].copy()))
+    source = directory(tmp_path / "source", stored)
+    with pytest.raises(ContainerError, match=message):
+        convert_directory(source, tmp_path / "out")
+
+
+ORDER = r"_g_idx: groups the inputs in an order of its own, which is not converted"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("_packed", lambda a: a[:, :-1], r"is I32 \[144, 19\]; .* \[144, 20\] or \[144, 40\]"),
+        ("_packed", lambda a: a.astype("i8"), r"is I64; F32, BF16, F16, F8_E4M3 are converted"),
+        ("_scale", lambda a: None, f"is packed without {FOUR}_scale; fetch the file"),
+        ("_scale", lambda a: a[:, :3], r"is \[144, 3\]; .* or \[144, groups\] with groups"),
+        ("_scale", lambda a: a[:9], r"is \[9, 10\]; integers of \[144, 160\] have one scale, or"),
+        ("_scale", lambda a: a.astype("f8"), "scales of dtype F64 cannot be read"),
+        ("_scale", put(0x7FC0, (3, 1)), f"the scales of {FOUR}_packed are not finite"),
+        ("_zero_point", lambda a: a[:9], r"is I32 \[9, 10\]; zero points of .* \[18, 10\]"),
+        ("_zero_point", lambda a: a.astype("i1"), r"is I8 \[18, 10\]; zero points of"),
+        ("_g_idx", lambda a: np.arange(160, dtype="i4"), ORDER),
+    ],
+)  # fmt: skip
+def test_damaged_integers_are_named(tmp_path, suffix, change, message):
+    """What is missing, misshapen or not converted of packed integers is named."""
+    stored, _ = fourbit.integers(4, 16, True)
+    changed = change(stored.pop(FOUR + suffix, None))
+    stored |= {} if changed is None else {FOUR + suffix: changed}
     source = directory(tmp_path / "source", stored)
     with pytest.raises(ContainerError, match=message):
         convert_directory(source, tmp_path / "out")

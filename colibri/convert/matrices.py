@@ -1,13 +1,13 @@
-"""Matrices of a checkpoint, found by name: floats, FP8 and NVFP4, with the scales they need."""
+"""Matrices of a checkpoint, found by name: floats and codes, with the scales that codes need."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from colibri.checkpoint import Checkpoint
-from colibri.convert.scales import SCALE_BYTES, Blocks, Whole
+from colibri.convert.scales import SCALE_BYTES, Blocks, Whole, Zeros
 from colibri.convert.work import Extent, Matrix
-from colibri.encoder import F4, F8, FLOAT_DTYPES
+from colibri.encoder import F4, F8, FLOAT_DTYPES, I4, I8
 from colibri.errors import ContainerError
 from colibri.shard import TensorInfo
 
@@ -16,8 +16,9 @@ NVFP4_BLOCK = 16  # inputs that share a scale
 _SCALE, _PACKED = ("_scale_inv", "_scale"), "_packed"
 # One scale of a whole matrix: Model Optimizer's multiplies, compressed-tensors' divides.
 _MULTIPLIES, _DIVIDES = "_scale_2", "_global_scale"
-SCALE_SUFFIXES = (_MULTIPLIES, _DIVIDES, *_SCALE)  # longer ones first
-_FP8_SCALES = ("F32", "BF16", "F16")
+_ZEROS, _SHAPE, _ORDER = "_zero_point", "_shape", "_g_idx"
+SCALE_SUFFIXES = (_MULTIPLIES, _DIVIDES, *_SCALE, _ZEROS, _SHAPE)  # longer ones first
+_FLOAT_SCALES = ("F32", "BF16", "F16")
 
 
 def is_coded(tensor: TensorInfo) -> bool:
@@ -49,6 +50,8 @@ class Matrices:
         rows, cols = shape if len(shape) == 2 else (1, shape[0])
         if tensor.dtype == "U8" and len(shape) == 2:
             return self._nvfp4(tensor, rows, cols)
+        if tensor.dtype == "I32" and tensor.name.endswith(_PACKED):
+            return self._integers(tensor, rows, cols)
         self._check(tensor, shape)
         blocks = self._blocks(tensor, (1, rows, cols))[0]
         return Matrix(name, tensor.dtype, rows, cols, tensor.shard, tensor.offset, blocks)
@@ -90,7 +93,7 @@ class Matrices:
         if scale is None:
             fault = f"is FP8 without scales ({tensor.name + _SCALE[0]}), so its values cannot be"
             raise self._fail(tensor, f"{fault} known; fetch the file that holds them")
-        if scale.dtype not in _FP8_SCALES:
+        if scale.dtype not in _FLOAT_SCALES:
             raise self._fail(scale, f"scales of dtype {scale.dtype} cannot be read")
         sides, block = self._grid(tensor, scale, shape)
         size = sides[0] * sides[1] * SCALE_BYTES[scale.dtype]
@@ -145,6 +148,66 @@ class Matrices:
         factor = Whole(whole.name, _place(whole), divides)
         blocks = Blocks(_place(scale), F8, *grid, (1, NVFP4_BLOCK), factor)
         return Matrix(tensor.name, F4, rows, cols, tensor.shard, tensor.offset, blocks)
+
+    # ---- integers -----------------------------------------------------------------------------
+
+    def _integers(self, tensor: TensorInfo, rows: int, cols: int) -> Matrix:
+        """Codes of 4 or 8 bits in I32 words along a row; scales [rows, groups] or one; perhaps zero
+        points in I32 words down a column."""
+        stem, dtypes = _stem(tensor), {(rows, -(-cols * bits // 32)): bits for bits in (4, 8)}
+        bits = dtypes.get(tensor.shape)
+        if bits is None:
+            fault = f"is I32 {list(tensor.shape)}; config.json describes {[rows, cols]}, which is"
+            raise self._fail(
+                tensor, f"{fault} {' or '.join(str(list(s)) for s in dtypes)} in 4 or 8 bits"
+            )
+        order, scale = self._tensors.get(stem + _ORDER), self._scales(tensor)
+        if order is not None:
+            raise self._fail(
+                order,
+                "groups the inputs in an order of its own, which is not converted; take a "
+                "checkpoint that was quantised without it (actorder), or the BF16 one",
+            )
+        if scale is None:
+            raise self._fail(
+                tensor, f"is packed without {stem}{_SCALE[1]}; fetch the file that holds it"
+            )
+        grid, block = self._groups(scale, rows, cols, bits)
+        zeros = self._zero_points(stem, grid, bits)
+        blocks = Blocks(_place(scale), scale.dtype, *grid, block, None, zeros)
+        dtype = I4 if bits == 4 else I8
+        return Matrix(tensor.name, dtype, rows, cols, tensor.shard, tensor.offset, blocks)
+
+    def _groups(
+        self, scale: TensorInfo, rows: int, cols: int, bits: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """How many scales there are down and across, and the block each of them is for."""
+        if scale.dtype not in _FLOAT_SCALES:
+            raise self._fail(scale, f"scales of dtype {scale.dtype} cannot be read")
+        if scale.nbytes == SCALE_BYTES[scale.dtype]:
+            return (1, 1), (rows, cols)
+        count = scale.shape[-1]
+        group, rest = divmod(cols, count) if count else (0, 1)
+        if scale.shape != (rows, count) or rest or (bits < 8 and count > 1 and group % 2):
+            raise self._fail(
+                scale,
+                f"is {list(scale.shape)}; integers of {[rows, cols]} have one scale, or "
+                f"[{rows}, groups] with groups that divide {cols}",
+            )
+        return (rows, count), (1, group)
+
+    def _zero_points(self, stem: str, grid: tuple[int, int], bits: int) -> Zeros | None:
+        tensor = self._tensors.get(stem + _ZEROS)
+        if tensor is None:
+            return None
+        shape = (-(-grid[0] * bits // 32), grid[1])
+        if tensor.dtype != "I32" or tensor.shape != shape:
+            raise self._fail(
+                tensor,
+                f"is {tensor.dtype} {list(tensor.shape)}; zero points of {list(grid)} scales "
+                f"are I32 {list(shape)}",
+            )
+        return Zeros(_place(tensor), bits)
 
     def _fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
         path = self._checkpoint.shards[tensor.shard].path

@@ -30,6 +30,14 @@ class Whole(NamedTuple):
     divides: bool
 
 
+class Zeros(NamedTuple):
+    """Zero points of a matrix's blocks, of 4 or 8 bits without a sign: a column of theirs lies in
+    words of 32 bits, I32 [words, cols]."""
+
+    place: Extent
+    bits: int
+
+
 class Blocks(NamedTuple):
     """Scales of one matrix: [rows, cols] of them, each for a block of weights."""
 
@@ -39,10 +47,11 @@ class Blocks(NamedTuple):
     cols: int
     block: tuple[int, int]  # weights down and across
     whole: Whole | None = None
+    zeros: Zeros | None = None
 
     def extents(self, first: int, rows: int) -> list[Extent]:
         """What is read for rows [first, first + rows) of weights."""
-        more = [] if self.whole is None else [self.whole.place]
+        more = [beside.place for beside in (self.whole, self.zeros) if beside is not None]
         return [self._part(*self._range(first, rows)), *more]
 
     def read(self, reader: Reader, name: str, first: int, rows: int) -> np.ndarray:
@@ -59,6 +68,15 @@ class Blocks(NamedTuple):
         scales = np.zeros((self.rows, self.cols), np.float32)  # memory that is not touched is free
         scales[begin : begin + count] = values.reshape(count, self.cols)
         return scales
+
+    def read_zeros(self, reader: Reader) -> np.ndarray | None:
+        """uint8 [rows, cols]; None where half of the codes are negative."""
+        if self.zeros is None:
+            return None
+        words = np.frombuffer(bytes(reader.read(self.zeros.place)), "<u4").reshape(-1, self.cols)
+        bits, rows = self.zeros.bits, np.arange(self.rows, dtype=np.uint32)
+        shifted = words[rows * bits // 32] >> (rows * bits % 32)[:, None]
+        return (shifted & ((1 << bits) - 1)).astype(np.uint8)
 
     def _range(self, first: int, rows: int) -> tuple[int, int]:
         """The rows of scales that are read: all of them where they are few."""

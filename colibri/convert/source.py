@@ -12,7 +12,8 @@ from colibri.container import Container, format_of
 from colibri.contents import Contents
 from colibri.convert.hints import hint_name, read_hints
 from colibri.convert.matrices import FP8_BLOCK, SCALE_SUFFIXES, Matrices, by_weight
-from colibri.convert.work import Copy, Encode, Extent, Matrix, Work
+from colibri.convert.work import Copy, Encode, Extent, Keep, Matrix, Work
+from colibri.encoder import I4, I8
 from colibri.errors import ContainerError
 from colibri.experts import expert_tensor_names
 from colibri.formats import FLOATS, Format, Kind, MatrixRef
@@ -23,7 +24,7 @@ _BESIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 class FloatSource(Contents):
-    """A checkpoint in Hugging Face's layout: F32, BF16, F16, FP8 or NVFP4, matrix by matrix.
+    """A checkpoint in Hugging Face's layout: F32, BF16, F16, FP8, NVFP4 or integers.
 
     Every matrix is checked at opening, by headers alone (matrices.py): dtype, shape, and that codes
     have the scales that make them numbers.
@@ -50,14 +51,14 @@ class FloatSource(Contents):
 
     def entry_work(self, entry: Entry, form: Format, first: int, rows: int, search: bool) -> Work:
         """Rows of a tensor outside the routed experts."""
-        return Encode(self._entries[entry.name], first, rows, form, search)
+        return _to(form, Encode(self._entries[entry.name], first, rows, form, search))
 
     def expert_work(
         self, layer: int, expert: int, projection: str, form: Format, search: bool
     ) -> Work:
         """One matrix of a routed expert."""
         source = self._experts[layer][expert][PROJECTIONS.index(projection)]
-        return Encode(source, 0, source.rows, form, search)
+        return _to(form, Encode(source, 0, source.rows, form, search))
 
     # ---- finding and checking -----------------------------------------------------------------
 
@@ -88,6 +89,17 @@ class FloatSource(Contents):
             )
             for pair, single in zip(both, below, strict=True)
         ]
+
+
+def _to(form: Format, encode: Encode) -> Work:
+    """The work as it is, or to keep integers that `form` has too."""
+    source, kinds = encode.source, {I4: Kind.INT4, I8: Kind.INT8}
+    blocks = source.blocks
+    if blocks is None or kinds.get(source.dtype) != form.kind or blocks.zeros is not None:
+        return encode
+    group = blocks.block[1] if blocks.cols > 1 else 0
+    same = blocks.block[0] == 1 and form.group == group
+    return Keep(encode) if same and form.row_bytes(source.cols) == source.row_bytes else encode
 
 
 class StoredSource(Container):

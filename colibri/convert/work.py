@@ -135,6 +135,7 @@ class Encode:
         """ContainerError for weights that are damaged or do not fit the format."""
         source, blocks = self.source, self.source.blocks
         by = None if blocks is None else blocks.read(reader, self.name, self._begin, self.rows)
+        zeros = None if blocks is None else blocks.read_zeros(reader)
         data, row = self.extents()[0], source.row_bytes
         step = max(1, _CACHED // row)
         for first in range(0, self.rows, step):
@@ -142,7 +143,7 @@ class Encode:
             place = Extent(data.shard, data.offset + first * row, count * row)
             encode_rows(
                 Rows(source.dtype, count, source.cols, reader.read(place), by,
-                     blocks.block if blocks else (1, 1), self._begin + first),
+                     blocks.block if blocks else (1, 1), self._begin + first, zeros),
                 self.form, self.search, _rows_of(codes, first, count, self.rows),
                 _rows_of(scales, first, count, self.rows),
             )  # fmt: skip
@@ -156,6 +157,40 @@ class Encode:
 def _rows_of(view: memoryview, first: int, count: int, rows: int) -> memoryview:
     each = view.nbytes // rows
     return view[first * each : (first + count) * each]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Rows whose integers are those of the format asked for: copied with their scales, or encoded
+    anew where one of these is not exact in it."""
+
+    encode: Encode
+
+    @property
+    def name(self) -> str:
+        """The source tensor."""
+        return self.encode.name
+
+    def extents(self) -> list[Extent]:
+        """As to encode them."""
+        return self.encode.extents()
+
+    def run(self, reader: Reader, codes: memoryview, scales: memoryview) -> None:
+        """ContainerError for scales that are damaged."""
+        work, blocks = self.encode, self.encode.source.blocks
+        assert blocks is not None
+        given = blocks.read(reader, self.name, work.first, work.rows)
+        given = given[work.first : work.first + work.rows]
+        with np.errstate(over="ignore"):
+            kept = given.astype(np.float16 if work.form.scale == Kind.F16 else np.float32)
+        if not np.array_equal(kept.astype(np.float32), given):
+            work.run(reader, codes, scales)
+            return
+        reader.read_into(work.extents()[0], codes)
+        scales[:] = memoryview(kept).cast("B")
+        if work.form.kind == Kind.INT8:  # from 0..255 to two's complement
+            signed = np.frombuffer(codes, np.uint8)
+            np.bitwise_xor(signed, 128, out=signed)
 
 
 @dataclass(frozen=True)
