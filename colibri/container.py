@@ -14,6 +14,7 @@ from colibri.config import ModelConfig
 from colibri.contents import INDEX_FULL, INDEX_NONE, INDEX_SHARED, Contents
 from colibri.errors import ContainerError
 from colibri.experts import expert_table, matrix_ref
+from colibri.foreign import require_runnable
 from colibri.formats import FLOATS, Format, Kind, MatrixRef
 from colibri.inventory import EMBED, HEAD, PROJECTIONS, Entry, records_name
 from colibri.mirror import Mirror, open_mirror
@@ -29,6 +30,7 @@ class Container(Contents):
     """Opened by `Container.open(directory)`, which reads headers only and checks everything."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        require_runnable(checkpoint)
         super().__init__(config, checkpoint)
         resolver = Resolver(checkpoint)
         self._matrices = {entry.name: _entry_matrix(resolver, entry) for entry in self.entries}

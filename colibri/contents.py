@@ -11,6 +11,7 @@ from colibri.amounts import plural
 from colibri.checkpoint import MISSING_LIMIT, Checkpoint, missing_error
 from colibri.config import ModelConfig
 from colibri.experts import expert_tensor_names
+from colibri.foreign import require_known
 from colibri.inventory import HEAD, Entry
 from colibri.shard import Shard, TensorInfo
 
@@ -28,6 +29,7 @@ class Contents:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         if HEAD in checkpoint.tensors:  # one that is stored counts, as it does for transformers
             config = replace(config, tie_word_embeddings=False)
+        require_known(checkpoint)
         self.config = config
         self.checkpoint = checkpoint
         self.notes: list[str] = list(config.warnings)

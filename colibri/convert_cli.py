@@ -81,7 +81,8 @@ def convert(
 
     SOURCE is a directory as Hugging Face has it (BF16, F16, F32, FP8, NVFP4 or packed
     integers), a container of the public engine (repacked, its numbers unchanged), or
-    hf://owner/name[@revision]. TARGET is a directory. Interrupted, even by a power cut, it continues when run again.
+    hf://owner/name[@revision]. TARGET is a directory. Interrupted, even by a power cut, it
+    continues when run again.
     """
     from colibri.convert.plan import Request
 

@@ -22,6 +22,7 @@ from colibri.container import Container
 from colibri.depth import DepthPolicy, depth_policy
 from colibri.drafting import Drafter, MtpDrafter, NgramDrafter
 from colibri.errors import ContextFull, UsageError
+from colibri.foreign import gguf_fault
 from colibri.form import FormSampler, Guide
 from colibri.knobs import Settings
 from colibri.memory import RESERVE, Budget, available, budget, physical_cores
@@ -49,11 +50,18 @@ def model_directory(settings: Settings) -> Path:
         raise UsageError("MODEL is empty (a variable not set?); leave it out to run the demo")
     path = expanded(settings.model, "MODEL")
     if path.is_dir():
+        _require_no_gguf(path)
         return path
     if path.exists():
         gguf = " (GGUF is not read)" if path.suffix.lower() == ".gguf" else ""
         raise UsageError(f"{path} is a file{gguf}; give the directory that holds config.json")
     raise UsageError(f"there is no model directory {settings.model!r}.{_meant(settings.model)}")
+
+
+def _require_no_gguf(directory: Path) -> None:
+    fault = gguf_fault(path.name for path in directory.glob("*.*"))
+    if fault:
+        raise UsageError(f"{directory}: {fault}")
 
 
 def _meant(name: str) -> str:

@@ -100,6 +100,12 @@ def f32_from_e4m3(codes: np.ndarray) -> np.ndarray:
     return _E4M3[codes]
 
 
+def f32_from_e8m0(codes: np.ndarray) -> np.ndarray:
+    """Powers of two by their exponents (uint8, bias 127) as f32; 0xFF is NaN."""
+    powers = np.ldexp(1.0, codes.astype(np.int32) - 127)
+    return np.where(codes == 255, np.nan, powers).astype(np.float32)
+
+
 def f32_from_f4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """f32 [rows, cols] of e2m1 codes, two a byte (uint8 [rows, cols / 2], the first in the low
     half): each times the scale of its block (f32 [rows, blocks]), one product per element."""

@@ -38,9 +38,9 @@ class Resolver:
 
     def _unreadable(self, tensor: TensorInfo) -> str:
         if tensor.name + "_scale" in self.checkpoint.tensors or tensor.dtype.startswith("F8"):
-            form = "FP8" if tensor.dtype.startswith("F8") else "NVFP4"
+            form = "an FP8" if tensor.dtype.startswith("F8") else "a 4-bit"
             return (
-                f"is {tensor.dtype}: an {form} checkpoint cannot be run as it is; "
+                f"is {tensor.dtype}: {form} checkpoint cannot be run as it is; "
                 "convert it first: colibri convert SRC DST"
             )
         if tensor.dtype in ("U8", "I8"):

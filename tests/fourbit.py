@@ -73,6 +73,21 @@ def compressed() -> tuple[Arrays, Arrays]:
     return stored, meant
 
 
+def mxfp4() -> tuple[Arrays, Arrays]:
+    """Gates and ups of experts in MXFP4, whose blocks of 32 have powers of two for scales."""
+    rng = np.random.default_rng(11)
+    stored = dict(tiny.tensors(CONFIG, shardkit.SEED))
+    meant = dict(stored)
+    for name in [n for n in stored if is_expert(n) and "down" not in n]:
+        rows, cols = stored[name].shape
+        codes = packed(rng.integers(0, 16, (rows, cols), dtype=np.uint8))
+        exponents = rng.integers(115, 123, (rows, cols // 32), dtype=np.uint8)
+        stored |= {name: codes, name + "_scale": exponents}
+        scales = (2.0 ** (exponents.astype(int) - 127)).astype(np.float32)
+        meant[name] = values(codes, np.repeat(scales, 2, axis=1))
+    return stored, meant
+
+
 def integers(bits: int, group: int, asymmetric: bool, bf16: bool = True) -> tuple[Arrays, Arrays]:
     """Experts of integers as compressed-tensors packs them (pack-quantized), and the same as f32:
     (code - zero point) * scale. `group`: inputs that share a scale; 0 a row's, -1 the matrix's."""

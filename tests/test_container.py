@@ -473,7 +473,7 @@ def test_nvfp4_says_convert_first(plain):
     """So is an NVFP4 tensor."""
     four = {EXPERT: np.zeros((32, 32), np.uint8), EXPERT + "_scale": np.zeros((32, 4), np.uint8)}
     shardkit.write(plain / "model.safetensors", WEIGHTS | four)
-    fails(plain, EXPERT, "is U8: an NVFP4 checkpoint", "colibri convert SRC DST")
+    fails(plain, EXPERT, "is U8: a 4-bit checkpoint", "colibri convert SRC DST")
 
 
 @pytest.mark.parametrize(

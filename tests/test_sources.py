@@ -11,13 +11,14 @@ import fp8
 import numpy as np
 import pytest
 import shardkit
+import tiny
 
 from colibri.container import Container, format_of
 from colibri.convert import convert_directory
 from colibri.convert.plan import Request
 from colibri.convert.planner import make_plan, open_contents
 from colibri.convert.work import Reader
-from colibri.errors import ConfigError, ContainerError, UsageError
+from colibri.errors import ConfigError, ContainerError, Exit, UsageError
 from colibri.formats import Format, Kind
 from colibri.layout import Formats
 from colibri.model import Model
@@ -138,11 +139,11 @@ PACKED = "model.layers.1.mlp.experts.1.down_proj.weight"  # [160, 144]
 
 
 @pytest.mark.parametrize("formats", [MIXED, FLOATS], ids=["mixed", "f32"])
-@pytest.mark.parametrize("kind", [fourbit.modelopt, fourbit.compressed])
+@pytest.mark.parametrize("kind", [fourbit.modelopt, fourbit.compressed, fourbit.mxfp4])
 def test_four_bits_are_their_values(tmp_path, kind, formats):
-    """A checkpoint of NVFP4 experts, FP8 with one scale and floats, spread over shards, converts to
-    the very bytes of the f32 checkpoint of its values; scales of activations and of the cache are
-    known to be of no use."""
+    """A checkpoint of NVFP4 or MXFP4 experts, FP8 with one scale and floats, spread over shards,
+    converts to the very bytes of the f32 checkpoint of its values; scales of activations and of the
+    cache are known to be of no use."""
     stored, meant = kind()
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     four = directory(tmp_path / "four", stored, 5, **config)
@@ -227,7 +228,9 @@ def test_pieces_read_their_own_scales(tmp_path, monkeypatch):
         (FOUR, lambda a: a[:100], r"is U8 \[100, 80\]; config.json describes \[144, 160\]"),
         (FOUR, lambda a: a[:, :72], r"which is \[144, 80\] as NVFP4"),
         (FOUR + "_scale", lambda a: a[:, :5], r"is F8_E4M3 \[144, 5\]; .* has F8_E4M3 \[144, 10\]"),
-        (FOUR + "_scale", lambda a: np.asarray(a), r"is U8 \[144, 10\]; NVFP4 of \[144, 160\] has"),
+        (FOUR + "_scale", lambda a: np.asarray(a), r"is U8 \[144, 10\]; MXFP4 .* U8 \[144, 5\]"),
+        (FOUR + "_scale", lambda a: np.ones((144, 10), "f4"), r"is F32 .*; NVFP4 .* has F8_E4M3"),
+        (PACKED + "_scale", lambda a: np.asarray(a), "is MXFP4, but 144 columns are no whole"),
         (FOUR + "_scale_2", lambda a: np.ones(144, "f4"), r"is F32 \[144\]; NVFP4 has one F32"),
         (FOUR + "_scale_2", lambda a: a.astype("f8"), r"is F64 \[\]; NVFP4 has one F32"),
         (FOUR + "_scale_2", lambda a: a * 0, rf"{FOUR}: {FOUR}_scale_2 is 0.0; the source is dam"),
@@ -262,7 +265,7 @@ ORDER = r"_g_idx: groups the inputs in an order of its own, which is not convert
     [
         ("_packed", lambda a: a[:, :-1], r"is I32 \[144, 19\]; .* \[144, 20\] or \[144, 40\]"),
         ("_packed", lambda a: a.astype("i8"), r"is I64; F32, BF16, F16, F8_E4M3 are converted"),
-        ("_scale", lambda a: None, f"is packed without {FOUR}_scale; fetch the file"),
+        ("_scale", lambda a: None, f"is I32 without {FOUR}_scale, which pack-quant"),
         ("_scale", lambda a: a[:, :3], r"is \[144, 3\]; .* or \[144, groups\] with groups"),
         ("_scale", lambda a: a[:9], r"is \[9, 10\]; integers of \[144, 160\] have one scale, or"),
         ("_scale", lambda a: a.astype("f8"), "scales of dtype F64 cannot be read"),
@@ -280,6 +283,68 @@ def test_damaged_integers_are_named(tmp_path, suffix, change, message):
     source = directory(tmp_path / "source", stored)
     with pytest.raises(ContainerError, match=message):
         convert_directory(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("names", "tool"),
+    [
+        (("qweight", "qzeros", "scales"), "AWQ (AutoAWQ)"),
+        (("qweight", "qzeros", "scales", "g_idx"), "GPTQ"),
+        (("weight", "pre_quant_scale"), "AWQ (Model Optimizer)"),
+        (("weight", "scales", "biases"), "MLX"),
+        (("weight", "weight.absmax", "weight.quant_map"), "bitsandbytes"),
+        (("trellis", "suh", "svh"), "EXL3"),
+    ],
+)
+def test_formats_of_other_tools(command, tmp_path, names, tool):
+    """A checkpoint that nothing here reads is told by the tool that wrote it, with what is read."""
+    stem = FOUR.removesuffix("weight")
+    arrays = {n: a for n, a in shardkit.weights().items() if n != FOUR}
+    arrays |= {stem + name: np.zeros(4, np.int32) for name in names}
+    source = shardkit.directory(tmp_path / "source", {"model.safetensors": arrays})
+    for words in (f"convert {source} {tmp_path / 'out'}", f"info {source}"):
+        done = command(*words.split())
+        assert done.status == Exit.ERROR and f"is quantised by {tool} ({stem}" in done.err
+        assert "BF16, F16, F32, FP8, NVFP4, MXFP4 and compressed-tensors'" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [fourbit.modelopt, fourbit.compressed])
+def test_converted_first(command, tmp_path, kind):
+    """Commands on a checkpoint that must be converted say so."""
+    arrays = {n: a for n, a in kind()[0].items() if "o_proj" not in n}
+    for name, shape in tiny.shapes(fourbit.CONFIG).items():
+        if name.endswith("o_proj.weight"):
+            arrays[name] = np.zeros(shape, np.float32)
+    source = directory(tmp_path / "source", arrays)
+    for words in ("info {}", "plan {}", "doctor {}", "run {} -p Hi"):
+        done = command(*words.format(source).split())
+        told = " ".join((done.out + done.err).split()).replace(" ->", ";")  # as doctor says it
+        assert done.status == Exit.ERROR
+        assert "cannot be run as it is; convert it first: colibri convert SRC DST" in told
+
+
+def test_gguf(command, tmp_path):
+    """GGUF, as a file or in a directory, is told by its name, whatever else lies there."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for words in (f"convert {source} out", f"convert {source}/a-Q4_K_M.gguf out", f"info {source}"):
+        done = command(*words.split())
+        assert done.status == Exit.USAGE and "a-Q4_K_M.gguf is GGUF, which is not read" in done.err
+
+
+def test_rotated_weights(tmp_path):
+    """Weights that are stored rotated are refused: activations would have to be rotated too."""
+    given = {"quant_method": "compressed-tensors", "transform_config": {}}
+    stored = fourbit.compressed()[0]
+    convert_directory(
+        directory(tmp_path / "plain", stored, quantization_config=given), tmp_path / "out"
+    )
+    given["transform_config"] = {"config_groups": {"u": {}}}
+    source = directory(tmp_path / "source", stored, quantization_config=given)
+    with pytest.raises(ConfigError, match="transform_config rotates the weights, which is not und"):
+        convert_directory(source, tmp_path / "out2")
 
 
 def test_codes_and_weights(tmp_path):

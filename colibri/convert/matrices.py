@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from colibri.checkpoint import Checkpoint
-from colibri.convert.scales import SCALE_BYTES, Blocks, Whole, Zeros
+from colibri.convert.scales import E8M0, SCALE_BYTES, Blocks, Whole, Zeros
 from colibri.convert.work import Extent, Matrix
 from colibri.encoder import F4, F8, FLOAT_DTYPES, I4, I8
 from colibri.errors import ContainerError
+from colibri.foreign import PACKED
 from colibri.shard import TensorInfo
 
 FP8_BLOCK = (128, 128)
-NVFP4_BLOCK = 16  # inputs that share a scale
-_SCALE, _PACKED = ("_scale_inv", "_scale"), "_packed"
+NVFP4_BLOCK, MXFP4_BLOCK = 16, 32  # inputs that share a scale
+_SCALE = ("_scale_inv", "_scale")
 # One scale of a whole matrix: Model Optimizer's multiplies, compressed-tensors' divides.
 _MULTIPLIES, _DIVIDES = "_scale_2", "_global_scale"
 _ZEROS, _SHAPE, _ORDER = "_zero_point", "_shape", "_g_idx"
@@ -22,15 +23,15 @@ _FLOAT_SCALES = ("F32", "BF16", "F16")
 
 
 def is_coded(tensor: TensorInfo) -> bool:
-    """Whether only a conversion reads this: it is FP8, scales of NVFP4, or packed."""
-    return tensor.dtype.startswith("F8") or tensor.name.endswith(_PACKED)
+    """Whether only a conversion reads this: it is FP8, packed, or scales of such."""
+    return tensor.dtype.startswith("F8") or tensor.name.endswith((PACKED, *_SCALE))
 
 
 def by_weight(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with `T_packed`, as compressed-tensors names codes, under the name `T`."""
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        stem = name.removesuffix(_PACKED)
+        stem = name.removesuffix(PACKED)
         if stem != name and stem in checkpoint.tensors:
             path = checkpoint.shards[tensor.shard].path
             raise ContainerError(f"{path}: {name}: there is a {stem} too; one of them is wrong")
@@ -49,8 +50,8 @@ class Matrices:
         tensor = self._tensors[name]
         rows, cols = shape if len(shape) == 2 else (1, shape[0])
         if tensor.dtype == "U8" and len(shape) == 2:
-            return self._nvfp4(tensor, rows, cols)
-        if tensor.dtype == "I32" and tensor.name.endswith(_PACKED):
+            return self._fours(tensor, rows, cols)
+        if tensor.dtype == "I32" and tensor.name.endswith(PACKED):
             return self._integers(tensor, rows, cols)
         self._check(tensor, shape)
         blocks = self._blocks(tensor, (1, rows, cols))[0]
@@ -118,36 +119,43 @@ class Matrices:
             f"{list(grid)} for blocks of {down} x {across}",
         )
 
-    # ---- NVFP4 --------------------------------------------------------------------------------
+    # ---- NVFP4 and MXFP4 ----------------------------------------------------------------------
 
-    def _nvfp4(self, tensor: TensorInfo, rows: int, cols: int) -> Matrix:
-        """Codes U8 [rows, cols / 2], scales F8_E4M3 [rows, cols / 16], and one F32 for all."""
-        if cols % NVFP4_BLOCK:
-            raise self._fail(tensor, f"is U8; NVFP4 of {cols} columns has no whole blocks of 16")
+    def _fours(self, tensor: TensorInfo, rows: int, cols: int) -> Matrix:
+        """Codes U8 [rows, cols / 2]; scales of blocks, F8_E4M3 with one F32 for all, or E8M0."""
+        stem, scale = _stem(tensor), self._scales(tensor)
+        if scale is None:
+            raise self._absent(tensor, stem + _SCALE[1], "NVFP4")
+        form = "MXFP4" if scale.dtype in E8M0 else "NVFP4"
+        wide, dtypes = (MXFP4_BLOCK, E8M0) if form == "MXFP4" else (NVFP4_BLOCK, (F8,))
+        if cols % wide:
+            raise self._fail(tensor, f"is {form}, but {cols} columns are no whole blocks of {wide}")
         if tensor.shape != (rows, cols // 2):
             fault = f"is U8 {list(tensor.shape)}; config.json describes {[rows, cols]}, which is"
-            raise self._fail(tensor, f"{fault} {[rows, cols // 2]} as NVFP4")
-        divides = tensor.name.endswith(_PACKED)
-        stem, suffix = _stem(tensor), _DIVIDES if divides else _MULTIPLIES
-        scale, whole = self._scales(tensor), self._tensors.get(stem + suffix)
-        if scale is None or whole is None:
-            absent = stem + (_SCALE[1] if scale is None else suffix)
-            fault = f"is U8 without {absent}, which NVFP4 has; fetch the file that holds it, or"
-            raise self._fail(tensor, f"{fault} convert the BF16 or FP8 checkpoint")
-        grid = (rows, cols // NVFP4_BLOCK)
-        if scale.dtype != F8 or scale.shape != grid:
-            raise self._fail(
-                scale,
-                f"is {scale.dtype} {list(scale.shape)}; NVFP4 of {[rows, cols]} has {F8} "
-                f"{list(grid)}",
-            )
+            raise self._fail(tensor, f"{fault} {[rows, cols // 2]} as {form}")
+        grid = (rows, cols // wide)
+        if scale.dtype not in dtypes or scale.shape != grid:
+            wanted = f"{form} of {[rows, cols]} has {dtypes[0]} {list(grid)}"
+            raise self._fail(scale, f"is {scale.dtype} {list(scale.shape)}; {wanted}")
+        whole = None if form == "MXFP4" else self._whole(tensor)
+        blocks = Blocks(_place(scale), scale.dtype, *grid, (1, wide), whole)
+        return Matrix(tensor.name, F4, rows, cols, tensor.shard, tensor.offset, blocks)
+
+    def _whole(self, tensor: TensorInfo) -> Whole:
+        divides = tensor.name.endswith(PACKED)
+        name = _stem(tensor) + (_DIVIDES if divides else _MULTIPLIES)
+        whole = self._tensors.get(name)
+        if whole is None:
+            raise self._absent(tensor, name, "NVFP4")
         if whole.dtype != "F32" or whole.nbytes != 4:
             raise self._fail(
                 whole, f"is {whole.dtype} {list(whole.shape)}; NVFP4 has one F32 for a matrix"
             )
-        factor = Whole(whole.name, _place(whole), divides)
-        blocks = Blocks(_place(scale), F8, *grid, (1, NVFP4_BLOCK), factor)
-        return Matrix(tensor.name, F4, rows, cols, tensor.shard, tensor.offset, blocks)
+        return Whole(name, _place(whole), divides)
+
+    def _absent(self, tensor: TensorInfo, name: str, form: str) -> ContainerError:
+        fault = f"is {tensor.dtype} without {name}, which {form} has; fetch the file that holds it,"
+        return self._fail(tensor, f"{fault} or convert the BF16 or FP8 checkpoint")
 
     # ---- integers -----------------------------------------------------------------------------
 
@@ -169,9 +177,7 @@ class Matrices:
                 "checkpoint that was quantised without it (actorder), or the BF16 one",
             )
         if scale is None:
-            raise self._fail(
-                tensor, f"is packed without {stem}{_SCALE[1]}; fetch the file that holds it"
-            )
+            raise self._absent(tensor, stem + _SCALE[1], "pack-quantized")
         grid, block = self._groups(scale, rows, cols, bits)
         zeros = self._zero_points(stem, grid, bits)
         blocks = Blocks(_place(scale), scale.dtype, *grid, block, None, zeros)
@@ -216,7 +222,7 @@ class Matrices:
 
 def _stem(tensor: TensorInfo) -> str:
     """The name of the matrix whose codes this tensor holds."""
-    return tensor.name.removesuffix(_PACKED)
+    return tensor.name.removesuffix(PACKED)
 
 
 def _place(tensor: TensorInfo) -> Extent:

@@ -35,6 +35,7 @@ from colibri.convert.public import public_files
 from colibri.convert.shelf import require_deletable, require_unchanged
 from colibri.convert.source import FloatSource, StoredSource
 from colibri.errors import ConfigError, ContainerError, UsageError
+from colibri.foreign import gguf_fault, require_plain
 from colibri.layout import Formats
 from colibri.resolve import is_own
 from colibri.shard import read_shard
@@ -57,6 +58,8 @@ def make_plan(request: Request) -> Plan:
         _require_origin(request, hub, old)
     if hub is None and old is None:
         _require_directory(request.source)
+    if old is None:
+        _require_no_gguf(request.source, hub)
     if hub is None and target.resolve() == Path(request.source).resolve():
         raise UsageError(f"{target}: source and target are one directory")
     sides = _read_sides(request, hub)
@@ -142,13 +145,20 @@ def _require_directory(source: str) -> None:
     if stat.S_ISDIR(kind):
         return
     if kind:
-        raise UsageError(f"{source}: is a file; give the directory that it lies in")
+        fault = gguf_fault([source])
+        raise UsageError(fault or f"{source}: is a file; give the directory that it lies in")
     name = source.strip("/")
     example = name if name.count("/") == 1 and not source.startswith(("/", ".")) else "owner/name"
     raise UsageError(
         f"{source}: there is no such directory; give one with config.json and *.safetensors, or "
         f"{PREFIX}{example} to fetch a checkpoint from a hub"
     )
+
+
+def _require_no_gguf(source: str, hub: Hub | None) -> None:
+    fault = gguf_fault(hub.files if hub else (path.name for path in Path(source).glob("*.*")))
+    if fault:
+        raise UsageError(f"{source}: {fault}")
 
 
 def _read_sides(request: Request, hub: Hub | None) -> side_files.Sides:
@@ -216,8 +226,10 @@ def _open_source(
 
 
 def _fp8_block(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """quantization_config.weight_block_size, 128 x 128 by default."""
+    """quantization_config.weight_block_size, 128 x 128 by default; ConfigError when it is none, or
+    when the weights are no plain ones."""
     quantization = fields.get("quantization_config") or {}
+    require_plain(quantization, "config.json")
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if block is None:
         return FP8_BLOCK

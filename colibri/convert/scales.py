@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from colibri.errors import ContainerError
-from colibri.quantize import f32_from_bf16, f32_from_e4m3
+from colibri.quantize import f32_from_bf16, f32_from_e4m3, f32_from_e8m0
 
 if TYPE_CHECKING:
     from colibri.convert.work import Extent, Reader
 
-SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+E8M0 = ("U8", "F8_E8M0")  # powers of two, by the exponent alone
+SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1} | dict.fromkeys(E8M0, 1)
 _VALUES: dict[str, Callable[[bytes], np.ndarray]] = {
     "F32": lambda raw: np.frombuffer(raw, "<f4"),
     "F16": lambda raw: np.frombuffer(raw, "<f2").astype(np.float32),
     "BF16": lambda raw: f32_from_bf16(np.frombuffer(raw, "<u2")),
     "F8_E4M3": lambda raw: f32_from_e4m3(np.frombuffer(raw, np.uint8)),
+    **dict.fromkeys(E8M0, lambda raw: f32_from_e8m0(np.frombuffer(raw, np.uint8))),
 }
 
 
