@@ -1,9 +1,11 @@
 """What each format costs: bytes, weight error and negative log-likelihood, beside the checkpoint's.
 
 python tools/score_formats.py CHECKPOINT TEXT [--documents N] [--formats F,F] [--other int8]
+    [--source TWIN]
 
 TEXT has a document a line, NUL for a newline inside one, control tokens as markup. The experts take
-each format in turn, with and without search; everything else stays in --other.
+each format in turn, with and without search; everything else stays in --other. With --source the
+twin is converted instead, as of tools/make_nvfp4.py, and held to the checkpoint all the same.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from colibri.container import Container
 from colibri.convert import Formats, convert_directory
-from colibri.formats import Format
+from colibri.formats import FLOATS, Format, Kind
 from colibri.inventory import PROJECTIONS, expert_name
 from colibri.memory import physical_cores
 from colibri.model import Model
@@ -60,6 +62,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=100)
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--other", default="int8", help="everything but the experts")
+    parser.add_argument("--source", type=Path, help="what is converted; default: the checkpoint")
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.checkpoint)
     lines = args.text.read_text().splitlines()[: args.documents]
@@ -71,21 +74,21 @@ def main() -> int:
     source, other = Container.open(args.checkpoint), Format.parse(args.other)
     for text in args.formats.split(","):
         form = Format.parse(text)
-        for search in (False, True) if not text.startswith("int8") else (False,):
+        ways = {False: ", absmax", True: ", search"}
+        if form.kind in (*FLOATS, Kind.INT8):  # nothing is searched
+            ways = {False: ""}
+        for search, way in ways.items():
             with tempfile.TemporaryDirectory() as directory:
                 target = Path(directory) / "out"
                 convert_directory(
-                    args.checkpoint, target, Formats(form, other, other, other), search
+                    args.source or args.checkpoint, target, Formats(form, *[other] * 3), search
                 )
                 cols = source.config.hidden_size
                 bits = 8 * form.nbytes(1, cols) / cols
                 error = weight_error(source, Container.open(target))
                 found, _ = nats(target, documents)
-            name = (
-                f"{text}{'' if text.startswith('int8') else ', search' if search else ', absmax'}"
-            )
             row = f"{bits:.2f} | {error:.4f} | {found / count:.5f} | {(found - base) / count:+.5f}"
-            print(f"| {name} | {row} |", flush=True)
+            print(f"| {text}{way} | {row} |", flush=True)
     return 0
 
 
