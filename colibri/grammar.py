@@ -1,8 +1,9 @@
 """Forms of text: context-free grammars over bytes, followed in all their ways at once.
 
 A grammar is made of nodes. What may still come is a linked list of them, a `Way`; a state is the
-set of all ways that the text so far leaves open, each with a set of bytes at its head. (The
-set-of-stacks method of recognisers for ambiguous grammars; Lang, ICALP 1974.)
+set of all ways that the text so far leaves open, each with a set of letters at its head: bytes, or
+numbers from 256 on for tokens that are no text. (The set-of-stacks method of recognisers for
+ambiguous grammars; Lang, ICALP 1974.)
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class Node(ABC):
 
 @dataclass(frozen=True, eq=False)
 class OneOf(Node):
-    """One byte of a set."""
+    """One letter of a set."""
 
-    bytes: frozenset[int]
+    letters: frozenset[int]
 
     def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
         return [matcher.way(self, rest)]
 
     def needs(self) -> Iterable[Iterable[Node]]:
-        return ((),) if self.bytes else ()
+        return ((),) if self.letters else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +138,14 @@ class Repeat(Node):
 
     def needs(self) -> Iterable[Iterable[Node]]:
         return ((self.part,) if self.least else (),)
+
+
+@dataclass(eq=False)
+class Over(Node):
+    """The end of the whole text, whatever would come after."""
+
+    def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
+        return [None]
 
 
 @dataclass(eq=False)
@@ -246,12 +255,12 @@ class Matcher:
             self._repeats[key] = Repeat(part, least, most)
         return self._repeats[key]
 
-    def after(self, state: State, data: bytes) -> State:
+    def after(self, state: State, data: Sequence[int]) -> State:
         """What may follow once `data` has come; empty when it may not come at all."""
-        for byte in data:
+        for letter in data:
             if not state:
                 break
-            state = self._steps.get((state, byte)) or self._step(state, byte)
+            state = self._steps.get((state, letter)) or self._step(state, letter)
         return state
 
     def taken(self, state: State, data: bytes) -> int:
@@ -262,16 +271,16 @@ class Matcher:
                 return at
         return len(data)
 
-    def _step(self, state: State, byte: int) -> State:
-        key = state, byte
+    def _step(self, state: State, letter: int) -> State:
+        key = state, letter
         if key not in self._steps:
-            rests = [way.rest for way in state if way and byte in way.node.bytes]
+            rests = [way.rest for way in state if way and letter in way.node.letters]
             self._steps[key] = self._heads(rests)
         return self._steps[key]
 
     def firsts(self, state: State) -> set[int]:
-        """The bytes that may come next."""
-        return set().union(*(way.node.bytes for way in state if way))
+        """The letters that may come next."""
+        return set().union(*(way.node.letters for way in state if way))
 
     def _heads(self, ways: Iterable[Way | None]) -> State:
         """All that these may begin with. What leads back to itself without a byte adds nothing."""

@@ -17,13 +17,14 @@ class Vocabulary:
     def __init__(self, table: list[bytes]) -> None:
         order = sorted((i for i, data in enumerate(table) if data), key=table.__getitem__)
         self._size = len(table)
+        self.others = [i for i, data in enumerate(table) if not data]  # no text: left to the caller
         self._ids = np.array(order, np.int64)
         self._keys = [table[i] for i in order]
         self._sets = _byte_sets(self._keys)
 
     def mask(self, matcher: Matcher, state: State) -> NDArray[np.bool_]:
-        """Which tokens may come in this state, by id."""
-        firsts = matcher.firsts(state)
+        """Which tokens of text may come in this state, by id."""
+        firsts = {letter for letter in matcher.firsts(state) if letter < 256}
         staying = bytes(byte for byte in firsts if matcher.after(state, bytes((byte,))) is state)
         within = ~(self._sets & ~_byte_sets([staying])).any(1)  # made of those: they stay too
         for at in self._walk(matcher, state, np.flatnonzero(~within).tolist()):

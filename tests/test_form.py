@@ -13,7 +13,7 @@ import pytest
 from colibri.answer import Prompt
 from colibri.cli import main
 from colibri.engine import Engine
-from colibri.form import FormSampler, Guide, Phase
+from colibri.form import FormSampler, Guide
 from colibri.grammar import Matcher, Node, text
 from colibri.json_grammar import OBJECT, answer
 from colibri.knobs import Settings
@@ -131,8 +131,7 @@ def test_reasoning_comes_before_the_form(tokenizer):
     follows, (stop, *_) = guide(tokenizer, reasons=True), tokenizer.eos_ids
     state = follows.start
     for token in tokenizer.encode("Hm, {!"):
-        state = follows.after(state, token)
-        assert state is Phase.REASONING
+        assert follows.after(state, token) is state
     assert follows.after(state, stop) is None and not follows.mask(state)[stop]
     assert follows.mask(state).sum() == tokenizer.vocab_used - len(tokenizer.eos_ids)
     state = follows.after(state, tokenizer.id_of("</think>"))
@@ -160,7 +159,7 @@ def test_a_call_instead_of_the_form(glm):
     assert follows.mask(state)[[key, shut]].all() and not follows.mask(state)[stop]
     state = follows.after(state, key)
     for token in (*tokenizer.encode("anything"), call):
-        assert follows.after(state, token) is state is Phase.CALLING
+        assert follows.after(state, token) is state
     assert follows.after(state, stop) is None and follows.mask(state).sum() > 100
     state = follows.after(state, shut)
     assert follows.mask(state)[[stop, call, space]].all() and not follows.mask(state)[letter]
@@ -176,7 +175,7 @@ def test_calls_in_tags_of_text(tokenizer):
     assert tokenizer.id_of("<arg_key>") is None
     called = follows.after(follows.start, tokenizer.id_of("<tool_call>"))
     for token in tokenizer.encode("anything"):
-        assert follows.after(called, token) is called is Phase.CALLING
+        assert follows.after(called, token) is called
     assert follows.after(called, stop) is None
     assert follows.mask(follows.after(called, tokenizer.id_of("</tool_call>")))[stop]
 

@@ -15,12 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from colibri.answer import MARK, Piece
+from colibri.calls import CLOSE, KEY, KEY_END, OPEN, TAGS, VALUE, VALUE_END
 from colibri.strictjson import finite, no_number
 from colibri.tokenizer import Tokenizer
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-TAGS = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 SAID, CALLED, ARGUMENTS, ENDED, BROKEN = "said", "called", "arguments", "ended", "broken"
