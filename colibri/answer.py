@@ -1,6 +1,6 @@
 """An answer in the making: tokens become pieces of reasoning and of text, whole characters only."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from colibri.chat import opens_thinking
@@ -16,14 +16,22 @@ class Prompt:
     """Token ids to answer. `markup`: think tags in the answer separate reasoning from text.
 
     `marks` are tokens, with their text, that become pieces of their own: those of tool calls.
-    `form`: what the answer must be (colibri.schema), but for its reasoning; or it `calls` tools.
+    `form`: what the answer must be (colibri.schema), but for its reasoning; or it `calls` tools:
+    by name, each with what its arguments must be (colibri.arguments), None for anything. `begun`:
+    the prompt ends in a call's tag and the name so far, perhaps "".
     """
 
     ids: list[int]
     markup: bool = True
     marks: Mapping[int, str] = field(default_factory=dict)
     form: Node | None = None
-    calls: Sequence[str] = ()
+    calls: Mapping[str, Node | None] = field(default_factory=dict)
+    begun: str | None = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether not every answer will do."""
+        return self.form is not None or any(self.calls.values())
 
 
 class Splitter:

@@ -269,10 +269,11 @@ class Engine:
 
     def _sampler(self, prompt: Prompt, params: SamplingParams) -> Sampler:
         tokenizer = self.tokenizer
-        if prompt.form is None:
+        if not prompt.guided:
             return Sampler(params, tokenizer.vocab_used)
         reasons = prompt.markup and opens_thinking(prompt.ids, tokenizer)
-        guide = Guide(prompt.form, tokenizer, self.stops, reasons, prompt.calls)
+        form, calls, begun = prompt.form, prompt.calls, prompt.begun
+        guide = Guide(form, tokenizer, self.stops, reasons, calls, begun)
         return FormSampler(params, guide, tokenizer.vocab_used)
 
     def require_room(self, count: int, nbytes: int | None = None) -> None:

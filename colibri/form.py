@@ -1,13 +1,14 @@
-"""Answers that keep to a form: which tokens may come next, and who picks among them."""
+"""Answers that keep to a form, or their calls do: which tokens may come, and who picks them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri.calls import OTHER, Calls, formed, letter
+from colibri.calls import OTHER, Calls, formed, free, letter
 from colibri.grammar import Matcher, Node, State
 from colibri.knobs import DRAFT_LIMIT
 from colibri.sampling import Sampler, SamplingParams
@@ -15,26 +16,30 @@ from colibri.tokenizer import Tokenizer
 
 _END = State((None,))
 _KEPT = 2 * DRAFT_LIMIT  # latest positions whose states are kept: drafts go no further back
+_NO_CALLS: Mapping[str, Node | None] = MappingProxyType({})
 _MASKS = 32  # states whose masks are kept: of 151,552 tokens a mask takes 150 kB
 
 
 class Guide:
     """Follows an answer through its grammar, token by token.
 
-    Reasoning comes first where the prompt `reasons`, and ends with </think>. Where there are names
-    of `calls`, the answer may begin with <tool_call> instead: then it is calls of these, with any
-    arguments, and nothing else. It ends where the form does, or after a call.
+    Reasoning comes first where the prompt `reasons`, and ends with </think>. Then comes the form
+    and nothing else, or whole `calls` (see colibri.calls) and nothing else. Without a form all is
+    free but the calls in it; the first may be `begun` by the prompt.
     """
 
     def __init__(
         self,
-        form: Node,
+        form: Node | None,
         tokenizer: Tokenizer,
         stops: frozenset[int],
         reasons: bool = False,
-        calls: Sequence[str] = (),
+        calls: Mapping[str, Node | None] = _NO_CALLS,
+        begun: str | None = None,
     ) -> None:
-        self._matcher = Matcher(formed(form, Calls(calls, tokenizer.added), reasons))
+        known = Calls(calls, tokenizer.added, whole=form is not None)
+        either = free(known, reasons, begun) if form is None else formed(form, known, reasons)
+        self._matcher = Matcher(either)
         self._tokenizer, self._stops = tokenizer, stops
         self._text = tokenizer.text_bytes
         self._letters = {token.id: letter(tag) for tag, token in tokenizer.added.items()}

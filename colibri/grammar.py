@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -141,6 +141,33 @@ class Repeat(Node):
 
 
 @dataclass(eq=False)
+class AnyOrder(Node):
+    """Named parts, each at most once and in any order, but for those in `gone`; all of `must`."""
+
+    parts: Mapping[str, Node]
+    must: frozenset[str]
+    gone: frozenset[str] = frozenset()
+
+    @cached_property
+    def _nexts(self) -> list[tuple[Node, AnyOrder]]:
+        return [
+            (part, AnyOrder(self.parts, self.must, self.gone | {name}))
+            for name, part in self.parts.items()
+            if name not in self.gone
+        ]
+
+    def ways(self, matcher: Matcher, rest: Way | None) -> list[Way | None]:
+        found = [matcher.way(part, matcher.way(later, rest)) for part, later in self._nexts]
+        return [rest, *found] if self.must <= self.gone else [*found]
+
+    def parts_of(self) -> Iterable[Node]:
+        return self.parts.values()
+
+    def needs(self) -> Iterable[Iterable[Node]]:
+        return ([self.parts[name] for name in sorted(self.must)],)
+
+
+@dataclass(eq=False)
 class Over(Node):
     """The end of the whole text, whatever would come after."""
 
@@ -175,6 +202,11 @@ def text(data: str | bytes) -> Seq:
     """Exactly this."""
     data = data.encode() if isinstance(data, str) else data
     return Seq(tuple(_BYTES[byte] for byte in data))
+
+
+def words(*texts: bytes) -> Node:
+    """Any of these."""
+    return Words(sorted({*texts})) if texts else NEVER
 
 
 def one_of(*ranges: str | tuple[int, int]) -> OneOf:
@@ -312,6 +344,8 @@ def prune(root: Node) -> bool:
     for node in nodes:
         if isinstance(node, Alt) and not ending.issuperset(node.options):
             node.options = tuple(option for option in node.options if option in ending)
+        elif isinstance(node, AnyOrder):
+            node.parts = {name: part for name, part in node.parts.items() if part in ending}
         elif isinstance(node, Repeat) and node.part not in ending:
             node.most = 0
     return root in ending

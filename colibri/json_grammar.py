@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, Words, maybe, one_of, text
+from colibri.grammar import EMPTY, Alt, Node, Ref, Repeat, Seq, maybe, one_of, text, words
 
 DIGITS = 15  # of a number: more than a double holds would be lost
 
@@ -11,22 +11,26 @@ SPACE = Alt((EMPTY, text(" "), Seq((text("\n"), Repeat(one_of(" \t"), 0, 32)))))
 _HEX = one_of("0123456789abcdefABCDEF")
 _TAIL = one_of((0x80, 0xBF))  # of a character in UTF-8
 _LOW_SURROGATE = Seq((text("\\u"), one_of("dD"), one_of("cdefCDEF"), _HEX, _HEX))
+_WIDE = (  # characters of several bytes
+    Seq((one_of((0xC2, 0xDF)), _TAIL)),
+    Seq((text(b"\xe0"), one_of((0xA0, 0xBF)), _TAIL)),
+    Seq((one_of((0xE1, 0xEC), (0xEE, 0xEF)), _TAIL, _TAIL)),
+    Seq((text(b"\xed"), one_of((0x80, 0x9F)), _TAIL)),
+    Seq((text(b"\xf0"), one_of((0x90, 0xBF)), _TAIL, _TAIL)),
+    Seq((one_of((0xF1, 0xF3)), _TAIL, _TAIL, _TAIL)),
+    Seq((text(b"\xf4"), one_of((0x80, 0x8F)), _TAIL, _TAIL)),
+)
 _CHAR = Alt(
     (
         one_of(" !", (0x23, 0x5B), (0x5D, 0x7F)),
-        Seq((one_of((0xC2, 0xDF)), _TAIL)),
-        Seq((text(b"\xe0"), one_of((0xA0, 0xBF)), _TAIL)),
-        Seq((one_of((0xE1, 0xEC), (0xEE, 0xEF)), _TAIL, _TAIL)),
-        Seq((text(b"\xed"), one_of((0x80, 0x9F)), _TAIL)),
-        Seq((text(b"\xf0"), one_of((0x90, 0xBF)), _TAIL, _TAIL)),
-        Seq((one_of((0xF1, 0xF3)), _TAIL, _TAIL, _TAIL)),
-        Seq((text(b"\xf4"), one_of((0x80, 0x8F)), _TAIL, _TAIL)),
+        *_WIDE,
         Seq((text("\\"), one_of('"\\/bfnrt'))),
         Seq((text("\\u"), one_of("0123456789abcefABCEF"), _HEX, _HEX, _HEX)),
         Seq((text("\\u"), one_of("dD"), one_of("01234567"), _HEX, _HEX)),
         Seq((text("\\u"), one_of("dD"), one_of("89abAB"), _HEX, _HEX, _LOW_SURROGATE)),
     )
 )
+CHARACTER = Alt((one_of((0x00, 0x7F)), *_WIDE))  # of text that is no JSON
 DIGIT = one_of((0x30, 0x39))
 INTEGER = Seq(
     (
@@ -42,7 +46,7 @@ COMMA = Seq((text(","), SPACE))
 
 def literal(*values: Any) -> Node:
     """Exactly one of these values."""
-    return Words(sorted({_written(value) for value in values})) if values else NEVER
+    return words(*map(_written, values))
 
 
 def _written(value: Any) -> bytes:

@@ -11,8 +11,9 @@ from itertools import combinations
 from typing import Any
 
 from colibri.errors import UsageError
-from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, prune, text
+from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, prune, text, words
 from colibri.json_grammar import (
+    CHARACTER,
     COMMA,
     DIGITS,
     INTEGER,
@@ -27,7 +28,7 @@ from colibri.json_grammar import (
 from colibri.json_values import FORMATS
 from colibri.schema_parts import NOTES, NUMERIC, Parts, kinds, number_range, values
 
-_ENTRY = 50  # looks that a property's nodes take as long as
+ENTRY = 50  # looks that a property's nodes take as long as
 
 
 def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
@@ -37,7 +38,7 @@ def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     over, and `oneOf` is then taken as `anyOf` where more than one of it may hold.
     """
     try:
-        node = _Compiler(schema, strict).node(schema, where)
+        node = Compiler(schema, strict).node(schema, where)
     except RecursionError:
         raise UsageError(f"{where} is nested too deeply, or holds itself in allOf") from None
     if not prune(node):
@@ -46,11 +47,17 @@ def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     return node
 
 
-class _Compiler:
-    """One schema's grammar in the making."""
+def members(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of what a flat schema names in objects: its properties, and what is required."""
+    more, named = schema.get("additionalProperties", True), schema.get("properties", {})
+    return {**named, **{n: more for n in schema.get("required", []) if n not in named}}
 
-    def __init__(self, root: Any, strict: bool) -> None:
-        self._parts, self._strict = Parts(root, strict), strict
+
+class Compiler:
+    """One schema's grammar in the making. `bare`: a value that is a string is its text alone."""
+
+    def __init__(self, root: Any, strict: bool, bare: bool = False) -> None:
+        self._parts, self._strict, self._bare = Parts(root, strict), strict, bare
         self._made: dict[int, tuple[Any, Node]] = {}  # by the identity of what it is made of
         self._types = {
             "string": self._text,
@@ -97,6 +104,8 @@ class _Compiler:
         if rest:
             given = [value for value in given if self._parts.valid(value, rest, where)]
         self._parts.look(len(given), where)
+        if self._bare:
+            return words(*(each.encode() for each in given if writable(each)))
         try:
             return literal(*given)
         except ValueError:
@@ -124,9 +133,9 @@ class _Compiler:
         if "format" in schema:
             node, shortest, longest = FORMATS[schema["format"]]
             if least <= shortest and (most is None or longest <= most):
-                return Seq((text('"'), node, text('"')))
+                return node if self._bare else Seq((text('"'), node, text('"')))
             self._require(where, "format beside its lengths")
-        return string(least, most)
+        return Repeat(CHARACTER, least, most) if self._bare else string(least, most)
 
     def _whole(self, schema: Mapping[str, Any], where: str) -> Node:
         return number_range(schema).whole() if {*schema} & {*NUMERIC} else INTEGER
@@ -162,16 +171,11 @@ class _Compiler:
         return Seq((text("["), SPACE, *parts, SPACE, text("]")))
 
     def _object(self, schema: Mapping[str, Any], where: str) -> Node:
-        more = schema.get("additionalProperties", True)
-        required = {*schema.get("required", [])}
-        properties = schema.get("properties", {})
-        wanted = {
-            **properties,
-            **{n: more for n in schema.get("required", []) if n not in properties},
-        }
+        wanted, required = members(schema), {*schema.get("required", [])}
         if not wanted:
+            more = schema.get("additionalProperties", True)
             return any_names(self.node(more, f"{where}.additionalProperties"))
-        self._parts.look(_ENTRY * len(wanted), where)
+        self._parts.look(ENTRY * len(wanted), where)
         entries = [
             (
                 Seq((literal(name), text(":"), SPACE, self.node(part, f"{where}.{name}"))),
@@ -209,6 +213,11 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
         if any(name in schema for name in names):
             return [kind]
     return []
+
+
+def writable(text: str) -> bool:
+    """Whether UTF-8 can hold it: no half of a surrogate pair is in it."""
+    return not any("\ud800" <= char < "\ue000" for char in text)
 
 
 def _bounds(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:

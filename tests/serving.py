@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from colibri import turn as turns
+from colibri.calls import TAGS
 from colibri.engine import Engine, Slot
 from colibri.knobs import Settings
 from colibri.serve_cli import bind
@@ -39,6 +40,15 @@ def copy_model(source: Path, target: Path, **config: object) -> Path:
     content = json.loads((target / "config.json").read_text()) | config
     (target / "config.json").write_text(json.dumps(content))
     return target
+
+
+def add_tags(directory: Path) -> None:
+    """Tokens that no conversation needs become the tags of arguments, as GLM's tokenizers have."""
+    path = directory / "tokenizer.json"
+    text = path.read_text()
+    for spare, tag in zip(("[MASK]", "[sMASK]", "<eop>", "<|reserved|>"), TAGS[2:], strict=True):
+        text = text.replace(json.dumps(spare), json.dumps(tag))
+    path.write_text(text)
 
 
 def open_engine(**flags: str) -> Engine:

@@ -148,7 +148,8 @@ def test_a_call_instead_of_the_form(glm):
     """Where tools are there the answer may be calls of them, whole ones, and nothing besides."""
     tokenizer = glm
     call, key, shut = map(tokenizer.id_of, ("<tool_call>", "<arg_key>", "</tool_call>"))
-    follows, (stop, *_) = guide(tokenizer, calls=["find", "f"]), tokenizer.eos_ids
+    tools = {"find": None, "f": None}
+    follows, (stop, *_) = guide(tokenizer, calls=tools), tokenizer.eos_ids
     (space,), letter = tokenizer.encode("\n"), tokenizer.encode("g")[0]
     for begun in (follows.start, follows.after(follows.start, space)):
         state = follows.after(begun, call)
@@ -171,7 +172,7 @@ def test_a_call_instead_of_the_form(glm):
 
 def test_calls_in_tags_of_text(tokenizer):
     """Where a tokenizer has no <arg_key>, all is free from <tool_call> to </tool_call>."""
-    follows, (stop, *_) = guide(tokenizer, calls=["f"]), tokenizer.eos_ids
+    follows, (stop, *_) = guide(tokenizer, calls={"f": None}), tokenizer.eos_ids
     assert tokenizer.id_of("<arg_key>") is None
     called = follows.after(follows.start, tokenizer.id_of("<tool_call>"))
     for token in tokenizer.encode("anything"):

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from walks import any_schema, walk
 
 from colibri import grammar
 from colibri.errors import FormError, UsageError
@@ -24,19 +25,6 @@ def takes(node: Node, written: str | bytes) -> bool:
     matcher = Matcher(node)
     data = written.encode() if isinstance(written, str) else written
     return None in matcher.after(matcher.start, data)
-
-
-def walk(node: Node, seed: int) -> bytes:
-    """A text of the grammar, by chance; short of dead ends, which none has."""
-    chance, matcher, data = random.Random(seed), Matcher(node), bytearray()
-    state = matcher.start
-    while not (None in state and (len(state) == 1 or chance.random() < 0.2)):
-        firsts = sorted(matcher.firsts(state))
-        assert firsts
-        ends = [byte for byte in firsts if byte in b'"}],.0truefalsn']
-        data.append(chance.choice(ends if ends and chance.random() < 0.6 else firsts))
-        state = matcher.after(state, data[-1:])
-    return bytes(data)
 
 
 VALUES = st.recursive(
@@ -182,43 +170,6 @@ def test_keywords_together(schema):
     for seed in range(25):
         written = walk(node, seed).decode()
         jsonschema.Draft202012Validator(schema).validate(json.loads(written))
-
-
-def any_schema(chance: random.Random, deep: int = 0) -> Any:
-    """Some schema, of keywords that may have nothing to do with each other."""
-
-    def inner() -> Any:
-        return any_schema(chance, deep + 1)
-
-    def some(make: Any, most: int = 3) -> list[Any]:
-        return [make() for _ in range(chance.randint(1, most))]
-
-    def value() -> Any:
-        return chance.choice([0, 1, 1.0, 2.5, True, None, "", "ab", [], ["a", 1], {"a": 1}, {}])
-
-    def types() -> str:
-        return chance.choice(["string", "integer", "number", "null", "object", "array"])
-
-    def ref() -> str:
-        return chance.choice(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c"])
-
-    keywords: dict[str, tuple[float, Any]] = {
-        "type": (0.5, lambda: chance.choice([types(), [*{*some(types)}]])),
-        "enum": (0.1, lambda: some(value, 5)), "const": (0.05, value), "$ref": (0.1, ref),
-        "required": (0.2, lambda: chance.choice([[], ["a"], ["b", "c"]])),
-        **{name: (0.08, lambda: chance.randrange(4))
-           for name in ("minItems", "maxItems", "minLength", "maxLength")},
-    }  # fmt: skip
-    if deep < 3:
-        keywords |= {name: (0.12, lambda: some(inner)) for name in ("anyOf", "oneOf", "allOf")}
-        keywords |= {
-            "properties": (0.35, lambda: {name: inner() for name in {*chance.choices("abc", k=2)}}),
-            "additionalProperties": (0.25, inner), "items": (0.2, inner),
-            "prefixItems": (0.15, lambda: some(inner)),
-        }  # fmt: skip
-    if chance.random() < 0.08:
-        return chance.random() < 0.6
-    return {name: make() for name, (p, make) in keywords.items() if chance.random() < p}
 
 
 def test_schemas_by_chance():

@@ -216,6 +216,7 @@ def test_the_same_is_asked(ours, chats):
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
          'tools[0].type is "web_search_20250305"'),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
+        ({"tools": [TOOLS[0] | {"strict": True}]}, "tokenizer has no <arg_key>, so no tool can be"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "run"}}, "none of the tools"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": "auto"}, "tool_choice is"),

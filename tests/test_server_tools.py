@@ -145,12 +145,16 @@ def test_unclosed_calls(text, stopped, content, calls):
 
 
 def test_all_parameters_given():
-    """At the limit a call is whole when its schema knows no further parameter."""
+    """At the limit a call is whole when its schema knows, or requires, no further parameter."""
     schema = {"one": {"properties": {"a": {"type": "string"}}}}
     parser = ToolParser(schema, TAGS)
     events = [e for p in as_pieces(call("one", a="x").removesuffix(CLOSE), True)
               for e in parser.push(p)] + parser.finish(False)  # fmt: skip
     assert [e.kind for e in events if e.kind != ARGUMENTS] == [CALLED, ENDED]
+    parser = ToolParser({"one": schema["one"] | {"required": ["b"]}}, TAGS, "one")
+    pieces = as_pieces(call("", a="x").removeprefix(OPEN).removesuffix(CLOSE), True)
+    events = [e for p in pieces for e in parser.push(p)] + parser.finish(False)
+    assert [e.kind for e in events if e.kind != ARGUMENTS] == [CALLED, BROKEN]
 
 
 def test_streamed_as_it_comes():

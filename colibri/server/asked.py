@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from colibri.arguments import Arguments, compile_arguments
 from colibri.errors import UsageError
 from colibri.grammar import Node
 from colibri.json_grammar import OBJECT, answer
@@ -49,12 +50,19 @@ class ChatAsked(Asked):
     effort: str | None = None
     clear_thinking: bool | None = None
     form: Node | None = None  # what the answer must be
+    strict: Mapping[str, Arguments] = field(default_factory=dict)  # of tools that say so, by name
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
         """JSON Schema of each tool's parameters, by its name."""
         functions = [tool["function"] for tool in self.tools]
         return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    @property
+    def calls(self) -> dict[str, Node | None]:
+        """What the arguments of each tool must be, by its name; None: anything."""
+        strict = self.strict
+        return {name: strict[name].node if name in strict else None for name in self.parameters}
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,11 @@ def chat(body: Mapping[str, Any]) -> ChatAsked:
     return conversation(fields.read(dict(body), CHAT))
 
 
-def conversation(given: Mapping[str, Any]) -> ChatAsked:
-    """A chat completion's fields, each checked; Refusal when they contradict each other."""
+def conversation(given: Mapping[str, Any], parameters: str = "function.parameters") -> ChatAsked:
+    """A chat completion's fields, each checked; Refusal when they contradict each other.
+
+    `parameters`: where refusals shall say that a tool has its schema.
+    """
     names = {"max_tokens", "max_completion_tokens"} & set(given)
     if len({given[name] for name in names}) > 1:
         raise Refusal("max_tokens and max_completion_tokens differ; send one.", "max_tokens")
@@ -82,7 +93,7 @@ def conversation(given: Mapping[str, Any]) -> ChatAsked:
     return ChatAsked(
         **_shared(given, limit, logprobs, user),
         messages=tuple(_message(m, i) for i, m in enumerate(given["messages"])),
-        **_tools(given),
+        **_tools(given, parameters),
         **_reasoning(given),
         form=_form(given.get("response_format", {"type": "text"})),
     )
@@ -142,7 +153,7 @@ def _form(wanted: Mapping[str, Any]) -> Node | None:
         raise Refusal(f"{error}.", where) from None
 
 
-def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
+def _tools(given: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
@@ -152,11 +163,24 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(choice, tuple) and choice[0] not in names:
         shown = fields.brief(choice[0])
         raise Refusal(f"tool_choice names {shown}, which is none of the tools.", "tool_choice")
+    strict = {
+        tool["function"]["name"]: _arguments(tool["function"], f"tools[{i}].{parameters}")
+        for i, tool in enumerate(tools)
+        if tool["function"].get("strict")
+    }
     return {
         "tools": () if choice == "none" else tuple(tools),
         "choice": choice,
         "parallel": given.get("parallel_tool_calls", True),
+        "strict": strict,
     }
+
+
+def _arguments(function: Mapping[str, Any], where: str) -> Arguments:
+    try:
+        return compile_arguments(function.get("parameters", {}), where)
+    except UsageError as error:
+        raise Refusal(f"{error}.", where) from None
 
 
 def _reasoning(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ _TOOL = (
     Field("description", Text(), "What it does."),
     Field("input_schema", Object(), "Its input, in JSON Schema.", required=True),
     _CACHE,
-    Field("strict", Flag(), "Accepted; input is as the model writes it either way."),
+    Field("strict", Flag(), "The input keeps to the schema, or that is refused."),
     Field("eager_input_streaming", Flag(), "Accepted; text is sent as it is written either way."),
 )
 _ONE_CALL = Field("disable_parallel_tool_use", Flag(), "The answer ends after its first call.")

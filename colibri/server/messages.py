@@ -17,12 +17,12 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def message(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/messages; Refusal names the field that cannot be honoured."""
-    return conversation(_as_chat(fields.read(dict(body), MESSAGES)))
+    return conversation(_as_chat(fields.read(dict(body), MESSAGES)), "input_schema")
 
 
 def count(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/messages/count_tokens."""
-    return conversation(_as_chat(fields.read(dict(body), COUNT)))
+    return conversation(_as_chat(fields.read(dict(body), COUNT)), "input_schema")
 
 
 def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: tool[name] for name in ("name", "description") if name in tool}
+    kept = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**kept, "parameters": tool["input_schema"]}}
 
 

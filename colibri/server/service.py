@@ -62,6 +62,7 @@ class Service:
         """The conversation in the model's template; Refusal when that or the room is lacking."""
         self._check_model(asked)
         self._check_template(asked)
+        self._check_tags(asked)
         settings, template = self.engine.settings, self.engine.template
         options = {} if asked.clear_thinking is None else {"clear_thinking": asked.clear_thinking}
         try:
@@ -87,8 +88,8 @@ class Service:
         form = asked.form if begun is None else None
         if not asked.tools:
             return Prompt(ids, form=form), None
-        parser = ToolParser(asked.parameters, self._marks.values(), begun)
-        return Prompt(ids, marks=self._marks, form=form, calls=[*asked.parameters]), parser
+        parser = ToolParser(asked.parameters, self._marks.values(), begun, asked.strict)
+        return Prompt(ids, True, self._marks, form, asked.calls, begun), parser
 
     def completion(self, asked: CompletionAsked) -> Prompt:
         """Text as `colibri run --raw` takes it, or token ids as they are."""
@@ -165,6 +166,16 @@ class Service:
                     name,
                     code="unsupported_parameter",
                 )
+
+    def _check_tags(self, asked: ChatAsked) -> None:
+        lacking = [tag for tag in tools.TAGS if tag not in self._marks.values()]
+        if asked.tools and asked.strict and lacking:
+            raise Refusal(
+                f"this model's tokenizer has no {lacking[0]}, so no tool can be strict; "
+                "leave strict out.",
+                "tools",
+                code="unsupported_parameter",
+            )
 
     def _check_room(self, ids: list[int], param: str = "messages") -> None:
         try:

@@ -148,7 +148,7 @@ _FUNCTION = Table(
         Field("name", FunctionName(), "Its name.", required=True),
         Field("description", Text(), "What it does."),
         Field("parameters", Object(), "Its parameters, in JSON Schema."),
-        Field("strict", Flag(), "Accepted; arguments are as the model writes them either way."),
+        Field("strict", Flag(), "Arguments keep to the schema, or it is refused."),
     )
 )
 _TOOL = Table(

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from colibri.answer import MARK, Piece
+from colibri.arguments import Arguments
 from colibri.calls import CLOSE, KEY, KEY_END, OPEN, TAGS, VALUE, VALUE_END
 from colibri.strictjson import finite, no_number
 from colibri.tokenizer import Tokenizer
@@ -60,7 +62,8 @@ class ToolParser:
     """Pieces of an answer's text in, events out.
 
     `tools`: JSON Schema of the parameters by tool name. `begun`: what the prompt already opened,
-    None or the name (perhaps "") that follows <tool_call> there.
+    None or the name (perhaps "") that follows <tool_call> there. `strict`: those of the tools whose
+    arguments keep to their schema.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class ToolParser:
         tools: Mapping[str, Mapping[str, Any]],
         tag_tokens: Iterable[str] = (),
         begun: str | None = None,
+        strict: Mapping[str, Arguments] = MappingProxyType({}),
     ) -> None:
-        self._tools = tools
+        self._tools, self._strict = tools, strict
         self._finder = _TagFinder([tag for tag in TAGS if tag not in set(tag_tokens)])
         self._state = "text" if begun is None else "name"
         self._name = begun or ""
@@ -108,10 +112,9 @@ class ToolParser:
         """An unclosed call is taken when nothing of it can be missing."""
         schema = self._tools.get(self._name, {})
         given = {*self._given, self._key} if self._state == "value" else set(self._given)
-        if stopped:
-            return set(_names(schema.get("required"))) <= given
-        wanted = set(_names(schema.get("properties")))
-        return self._state == "between" and bool(wanted) and wanted <= given
+        required, known = (set(_names(schema.get(name))) for name in ("required", "properties"))
+        whole = stopped or (self._state == "between" and bool(known) and known <= given)
+        return whole and required <= given
 
     def _part(self, text: str, mark: bool) -> list[Event]:
         tag = text if mark or text in self._finder.tags else ""
@@ -177,7 +180,8 @@ class ToolParser:
         if tag != VALUE:
             return []
         self._value, self._state = "", "value"
-        self._streams = self._types() == {"string"}
+        strict = self._strict.get(self._name)
+        self._streams = self._key in strict.bare if strict else self._types() == {"string"}
         head = ", " if self._given else "{"
         quote = '"' if self._streams else ""
         return [self._more(f"{head}{_quoted(self._key)}: {quote}")]
@@ -196,7 +200,7 @@ class ToolParser:
     def _end_value(self) -> list[Event]:
         self._given.append(self._key)
         self._state = "between"
-        text = '"' if self._streams else _json_of(self._value, self._types())
+        text = '"' if self._streams else _json_of(self._value, self._is_json)
         return [self._more(text)]
 
     def _end(self) -> list[Event]:
@@ -207,6 +211,11 @@ class ToolParser:
 
     def _more(self, text: str) -> Event:
         return Event(ARGUMENTS, text, self.calls - 1)
+
+    def _is_json(self, value: Any) -> bool:
+        """Whether the open value, which can be read as JSON, is meant so and not as a text."""
+        strict = self._strict.get(self._name)
+        return strict.holds(self._key, value) if strict else _typed(value, self._types())
 
     def _types(self) -> set[str]:
         properties = self._tools.get(self._name, {}).get("properties")
@@ -267,17 +276,22 @@ def _type_of(value: Any) -> str:
     return names.get(type(value), "object")
 
 
-def _json_of(text: str, types: set[str]) -> str:
+def _json_of(text: str, allowed: Callable[[Any], bool]) -> str:
     """A value as JSON: the model's own where it is valid and allowed, else its text."""
     try:
         value = json.loads(text, parse_constant=no_number, parse_float=finite)
     except (ValueError, RecursionError):
         return _quoted(text)
+    return text.strip() if allowed(value) else _quoted(text)
+
+
+def _typed(value: Any, types: set[str]) -> bool:
+    """Whether JSON of a value is meant so, and not as a text, where these types are allowed."""
     kind = _type_of(value)
     others = types - {"string"} | ({"integer"} if "number" in types else set())
     is_text = kind == "string" if "string" in types or not types else False
     mixed = "string" in types and kind not in others
-    return _quoted(text) if is_text or mixed else text.strip()
+    return not is_text and not mixed
 
 
 def _quoted(text: str) -> str:
