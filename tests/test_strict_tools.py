@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -45,16 +45,6 @@ NOTHING = {"type": "object", "maxProperties": 0}
 TAG_OF = {letter(tag): tag for tag in TAGS}
 
 
-def parse(pieces: Iterable[Piece], strict: Mapping[str, Arguments], name: str = "f") -> list[Any]:
-    """The arguments of the calls that a parser finds, those of text that is already open first."""
-    parser, told = ToolParser({n: {} for n in strict}, TAGS, name, strict), {}
-    for event in [e for piece in pieces for e in parser.push(piece)] + parser.finish(True):
-        assert event.kind in (CALLED, ARGUMENTS, ENDED)
-        if event.kind == ARGUMENTS:
-            told[event.index] = told.get(event.index, "") + event.text
-    return [json.loads(text) for text in told.values()]
-
-
 def pieces_of(found: list[int]) -> Iterator[Piece]:
     """What a Splitter makes of these letters, where all that is text comes at once."""
     for tag, run in groupby(found, TAG_OF.get):
@@ -66,8 +56,11 @@ def pieces_of(found: list[int]) -> Iterator[Piece]:
 
 def argue(arguments: Arguments, seed: int) -> Any:
     """Arguments by chance, as the grammar has them and the parser reads them."""
-    (found,) = parse(pieces_of(letters(arguments.node, seed)), {"f": arguments})
-    return found
+    parser = ToolParser({"f": {}}, TAGS, "f", {"f": arguments})
+    pieces = pieces_of(letters(arguments.node, seed))
+    events = [event for piece in pieces for event in parser.push(piece)]
+    assert (events[0].kind, events[-1].kind) == (CALLED, ENDED)
+    return json.loads("".join(event.text for event in events[1:-1]))
 
 
 PARAMETERS: dict[str, Any] = {
