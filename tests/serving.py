@@ -22,10 +22,12 @@ from colibri.calls import TAGS
 from colibri.engine import Engine, Slot
 from colibri.knobs import Settings
 from colibri.serve_cli import bind
+from colibri.server import tools
 from colibri.server.app import make_app
 from colibri.server.service import Service
 
 LIMIT = 60  # seconds before a test gives up on a server
+USED = {"path": "a 北.py", "line": 7}  # a tool's arguments
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
@@ -210,6 +212,15 @@ def offline(
     params = replace(engine.sampling, **{"temperature": 0, **sampling})
     turn = engine.answer(engine.chat(messages), slot or engine.new_slot(), params, max_tokens)
     return "".join(piece.text for piece in turn)
+
+
+def written(name: str, arguments: dict[str, Any] = USED) -> str:
+    """A call as GLM writes it."""
+    values = "".join(
+        f"{tools.KEY}{key}{tools.KEY_END}{tools.VALUE}{value}{tools.VALUE_END}"
+        for key, value in arguments.items()
+    )
+    return f"{tools.OPEN}{name}{values}{tools.CLOSE}"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from serving import (
     STORY,
+    USED,
     Answer,
     Serving,
     copy_model,
@@ -23,6 +24,7 @@ from serving import (
     scripted,
     serving,
     wait_for,
+    written,
 )
 
 from colibri.errors import CoreError
@@ -48,7 +50,6 @@ CHAT_TOOLS = [
                                       "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "search", "parameters": SCHEMA}},
 ]  # fmt: skip
-USED = {"path": "a 北.py", "line": 7}
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +117,6 @@ def assembled(answer: Answer) -> dict[str, Any]:
 def said(message: dict[str, Any]) -> str:
     """Reasoning and text."""
     return "".join(b.get("thinking", "") + b.get("text", "") for b in message["content"])
-
-
-def written(name: str, key_values: dict[str, Any] = USED) -> str:
-    """A call as GLM writes it."""
-    values = "".join(
-        f"{tools.KEY}{key}{tools.KEY_END}{tools.VALUE}{value}{tools.VALUE_END}"
-        for key, value in key_values.items()
-    )
-    return f"{tools.OPEN}{name}{values}{tools.CLOSE}"
 
 
 # ---- what is asked ------------------------------------------------------------------------------

@@ -98,10 +98,14 @@ class Words:
 
 @dataclass(frozen=True)
 class Only:
-    """A feature that is not there: nothing but the values that do not ask for it."""
+    """A feature that is not there: nothing but the values that do not ask for it.
+
+    `advice`: what else to do than ask for it.
+    """
 
     values: tuple[Any, ...]
     code: str = "unsupported_parameter"
+    advice: str = ""
 
     def read(self, value: Any, where: str) -> Any:
         """One of the values."""
@@ -109,7 +113,8 @@ class Only:
             allowed = " or ".join(json.dumps(v) for v in self.values)
             raise Refusal(
                 f"{where} is {brief(value)}, which this server cannot do; "
-                f"{f'leave it out or send {allowed}' if self.values else 'leave it out'}.",
+                f"{f'leave it out or send {allowed}' if self.values else 'leave it out'}"
+                f"{f': {self.advice}' if self.advice else ''}.",
                 where,
                 code=self.code,
             )
@@ -260,11 +265,15 @@ def brief(value: Any, quote: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Typed:
-    """An object that says what it is, and holds what its kind may. `usual`: what it is unsaid."""
+    """An object that says what it is, and holds what its kind may. `usual`: what it is unsaid.
+
+    `advice`: what to do in place of kinds that are known and not taken.
+    """
 
     tables: Mapping[str, Sequence[Field]]
     key: str = "type"
     usual: str | None = None
+    advice: Mapping[str, str] | None = None
 
     def read(self, value: Any, where: str) -> dict[str, Any]:
         """The fields that were given, what it is first."""
@@ -273,9 +282,10 @@ class Typed:
         said = value.get(self.key)
         kind = self.usual if said is None else said
         if not isinstance(kind, str) or kind not in self.tables:
+            usual = f"it takes {', '.join(self.tables)}"
+            advice = (self.advice or {}).get(kind, usual) if isinstance(kind, str) else usual
             raise Refusal(
-                f"{where}.{self.key} is {brief(kind)}, which this server does not take; "
-                f"it takes {', '.join(self.tables)}.",
+                f"{where}.{self.key} is {brief(kind)}, which this server does not take; {advice}.",
                 f"{where}.{self.key}",
                 code="unsupported_content",
             )

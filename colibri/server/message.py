@@ -9,7 +9,7 @@ from typing import Any
 
 from colibri.server.refusal import MESSAGES
 from colibri.server.reply import Delta, Reply, Whole
-from colibri.server.shapes import Shape
+from colibri.server.shapes import InTurn
 from colibri.server.tools import ARGUMENTS, CALLED, Event
 from colibri.stats import Receipt
 
@@ -18,10 +18,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _SIGNATURE = {"signature": "colibri"}
 
 
-class MessageShape(Shape):
+class MessageShape(InTurn):
     """message, and message_start to message_stop. Only one block is open at a time."""
 
-    path, closing, alive = MESSAGES, b"", ({"type": "ping"},)
+    path, closing = MESSAGES, b""
 
     def __init__(self, model: str) -> None:
         self._head = {
@@ -51,24 +51,27 @@ class MessageShape(Shape):
         usage = {"usage": _tokens(prompt_tokens, 0, 0)}
         yield {"type": "message_start", "message": {**self._head, **empty, **usage}}
 
-    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Reasoning, then text and calls; a call that is open ends before text begins."""
-        if delta.reasoning:
-            yield from self._more("thinking", delta.reasoning)
-        calls = iter(delta.calls)
-        while self._open == "tool_use" and (event := next(calls, None)):
-            yield from self._call(event)
-        if delta.content:
-            yield from self._more("text", delta.content)
-        for event in calls:
-            yield from self._call(event)
-
     def last(self, reason: str, reply: Reply, receipt: Receipt) -> Iterator[dict[str, Any]]:
         """message_delta with the reason and the usage, and message_stop."""
         yield from self._close()
         usage = _usage(reply, receipt)
         yield {"type": "message_delta", "delta": _ended(reason, reply), "usage": usage}
         yield {"type": "message_stop"}
+
+    def alive(self) -> Iterator[dict[str, Any]]:
+        """ping."""
+        yield {"type": "ping"}
+
+    @property
+    def calling(self) -> bool:
+        """Whether a call is open."""
+        return self._open == "tool_use"
+
+    def _think(self, text: str) -> Iterator[dict[str, Any]]:
+        return self._more("thinking", text)
+
+    def _say(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        return self._more("text", delta.content)
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if self._open != kind:

@@ -1,4 +1,4 @@
-"""Answers in the shape of an API, whole or in chunks; OpenAI's two."""
+"""Answers in the shape of an API, whole or in chunks; OpenAI's two older ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from colibri import __version__
 from colibri.server import logprobs
+from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply, Whole
-from colibri.server.tools import ARGUMENTS, CALLED
+from colibri.server.tools import ARGUMENTS, CALLED, Event
 from colibri.stats import Receipt
 from colibri.tokenizer import Tokenizer
 
@@ -33,13 +34,9 @@ def usage(reply: Reply, receipt: Receipt) -> dict[str, Any]:
 
 
 class Shape(ABC):
-    """How an API shows an answer. `path`: of the API; `closing`: the last bytes of a stream.
-
-    `alive`: events for when nothing comes for a while.
-    """
+    """How an API shows an answer. `path`: of the API; `closing`: the last bytes of a stream."""
 
     path, closing = "", b"data: [DONE]\n\n"
-    alive: tuple[dict[str, Any], ...] = ()
 
     @abstractmethod
     def whole(self, whole: Whole, reason: str, reply: Reply, receipt: Receipt) -> dict[str, Any]:
@@ -49,6 +46,10 @@ class Shape(ABC):
         """What comes before anything else."""
         return iter(())
 
+    def alive(self) -> Iterator[dict[str, Any]]:
+        """What comes when there was nothing for a while."""
+        return iter(())
+
     @abstractmethod
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """What a step added."""
@@ -56,6 +57,43 @@ class Shape(ABC):
     @abstractmethod
     def last(self, reason: str, reply: Reply, receipt: Receipt) -> Iterator[dict[str, Any]]:
         """What says why it ended."""
+
+    def failed(self, refusal: Refusal) -> Iterator[dict[str, Any]]:
+        """What tells of an error after all that was sent."""
+        yield refusal.told(self.path)[1]
+
+
+class InTurn(Shape):
+    """An answer in parts, one open at a time: reasoning, then text and calls."""
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What a step added; a call that is open ends before text begins."""
+        if delta.reasoning:
+            yield from self._think(delta.reasoning)
+        calls = iter(delta.calls)
+        while self.calling and (event := next(calls, None)):
+            yield from self._call(event)
+        if delta.content or delta.logprobs:
+            yield from self._say(delta)
+        for event in calls:
+            yield from self._call(event)
+
+    @property
+    @abstractmethod
+    def calling(self) -> bool:
+        """Whether a call is open."""
+
+    @abstractmethod
+    def _think(self, text: str) -> Iterator[dict[str, Any]]:
+        """More reasoning."""
+
+    @abstractmethod
+    def _say(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """More text, or log-probabilities alone."""
+
+    @abstractmethod
+    def _call(self, event: Event) -> Iterator[dict[str, Any]]:
+        """What became of a call."""
 
 
 class Choices(Shape):

@@ -40,7 +40,7 @@ async def events(mailbox: Mailbox[Delta | Outcome], shape: Shape, job: Job) -> A
         sent = monotonic()
         if not items:
             comment = b": " + _doing(job).encode() + b"\n\n"
-            yield comment + b"".join(map(event, shape.alive))
+            yield comment + b"".join(map(event, shape.alive()))
         delta = Delta()
         for item in items:
             delta.add(item.delta if isinstance(item, Outcome) else item)
@@ -64,7 +64,7 @@ def _end(outcome: Outcome, shape: Shape, reply: Reply) -> bytes:
     if outcome.gone:
         return b""
     if outcome.error or not outcome.receipt:
-        return event(refusal_of(outcome).told(shape.path)[1])
+        return b"".join(map(event, shape.failed(refusal_of(outcome))))
     last = shape.last(outcome.finish_reason, reply, outcome.receipt)
     return b"".join(map(event, last)) + shape.closing
 
