@@ -15,8 +15,16 @@ from colibri.server.openapi import description
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/responses", "/v1/responses/input_tokens",
 )  # fmt: skip
-REASONS = ("stop", "length", "tool_calls", "end_turn", "max_tokens", "stop_sequence", "tool_use")
+REASONS = ("stop", "length", "tool_calls", "end_turn", "max_tokens", "stop_sequence", "tool_use",
+           "completed", "incomplete")  # fmt: skip
+ENDS = {
+    "/v1/chat/completions": b"[DONE]",
+    "/v1/completions": b"[DONE]",
+    "/v1/messages": b'"message_stop"',
+    "/v1/responses": b'"sequence_number"',
+}
 SCHEMAS = {
     path: description()["paths"][path]["post"]["requestBody"]["content"]["application/json"][
         "schema"
@@ -98,10 +106,11 @@ def test_bodies(server, path):
             error = answer.json["error"] if messages else answer.error
             assert len(error["message"]) > 10
         elif body.get("stream"):
-            assert answer.body.endswith(b'"message_stop"}\n\n' if messages else b"[DONE]\n\n")
+            assert ENDS[path] in answer.body.rstrip().rpartition(b"\n\n")[2]
         elif "input_tokens" not in answer.json:
-            choice = answer.json if messages else answer.json["choices"][0]
-            assert choice.get("stop_reason", choice.get("finish_reason")) in REASONS
+            choice = answer.json.get("choices", [answer.json])[0]
+            reasons = {choice.get(name) for name in ("stop_reason", "finish_reason", "status")}
+            assert reasons & {*REASONS}
 
     check()
     assert 400 in statuses

@@ -370,7 +370,7 @@ def test_a_form_that_cannot_be_followed(client):
     [
         ("/chat/completions", " /v1/chat/completions is: look at the client's base URL."),
         ("/v1/v1/messages", " /v1/messages is: look at the client's base URL."),
-        ("/v1/responses", " Set the client up for chat completions."),
+        ("/responses", " /v1/responses is: look at the client's base URL."),
         ("/v1/embeddings", ""),
         ("/health", ""),
     ],

@@ -17,14 +17,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from colibri.answer import MOST_BYTES, Prompt
-from colibri.server import asked, fields, messages, metrics, pages
+from colibri.server import asked, fields, messages, metrics, pages, responses
 from colibri.server.asked import Asked, ChatAsked, CompletionAsked
 from colibri.server.guard import Guard, Guarded
+from colibri.server.items import RESPONSES
 from colibri.server.mailbox import Mailbox
 from colibri.server.message import MessageShape
 from colibri.server.openapi import description
 from colibri.server.refusal import MESSAGES, Refusal, encode
 from colibri.server.reply import Delta, Reply, Whole, Wish
+from colibri.server.response import ResponseShape
 from colibri.server.scheduler import Job, Outcome
 from colibri.server.service import Service
 from colibri.server.shapes import ChatShape, Choices, CompletionShape, Shape
@@ -33,6 +35,7 @@ from colibri.server.tools import ToolParser
 
 _API = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", MESSAGES, f"{MESSAGES}/count_tokens",
+    RESPONSES, f"{RESPONSES}/input_tokens",
 )  # fmt: skip
 
 
@@ -44,6 +47,9 @@ def make_app(service: Service) -> Any:
         Route("/v1/completions", api.completion, methods=["POST"]),
         Route(MESSAGES, api.message, methods=["POST"]),
         Route(f"{MESSAGES}/count_tokens", api.count, methods=["POST"]),
+        Route(RESPONSES, api.response, methods=["POST"]),
+        Route(f"{RESPONSES}/input_tokens", api.input_tokens, methods=["POST"]),
+        Route(f"{RESPONSES}/{{id:path}}", api.stored, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.model),
         Route("/health", api.health),
@@ -93,6 +99,26 @@ class Api:
         """POST /v1/messages/count_tokens."""
         _, (prompt, _) = await self._prepare(request, messages.count, self.service.chat)
         return _json({"input_tokens": len(prompt.ids)})
+
+    async def response(self, request: Request) -> Response | EventStream:
+        """POST /v1/responses."""
+        service = self.service
+        make = responses.renamed(service.chat)
+        wanted, (prompt, parser) = await self._prepare(request, responses.response, make)
+        tokenizer, sampling = service.engine.tokenizer, service.sampling(wanted)
+        shape = ResponseShape(service.id, tokenizer, sampling, wanted)
+        return await self._respond(request, wanted, prompt, parser, shape)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens."""
+        make = responses.renamed(self.service.chat)
+        _, (prompt, _) = await self._prepare(request, responses.count, make)
+        return _json({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+    async def stored(self, request: Request) -> Response:
+        """Whatever asks for a response of before."""
+        text = "no response is stored here; send all items as input with every request."
+        raise Refusal(text, status=404, code="not_stored")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -227,10 +253,7 @@ class Api:
 
 
 def _meant(path: str) -> str:
-    """The usual mistakes: a newer API than there is; and OpenAI's clients want a base URL with /v1,
-    Anthropic's one without."""
-    if path.endswith("/responses"):
-        return " Set the client up for chat completions."
+    """The usual mistake: OpenAI's clients want a base URL with /v1, Anthropic's one without."""
     right = re.sub("(/v1)*/", "/v1/", path, count=1)
     if right == path or right not in _API:
         return ""

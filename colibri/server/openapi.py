@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from colibri import __version__
-from colibri.server import blocks
+from colibri.server import blocks, items
 from colibri.server.fields import Table
 from colibri.server.refusal import MESSAGES
 from colibri.server.tables import CHAT, COMPLETION
@@ -25,6 +25,8 @@ def description() -> dict[str, Any]:
         "/v1/completions": COMPLETION,
         MESSAGES: blocks.MESSAGES,
         f"{MESSAGES}/count_tokens": blocks.COUNT,
+        items.RESPONSES: items.CREATE,
+        f"{items.RESPONSES}/input_tokens": items.COUNT,
     }
     paths = {path: {"post": _post(Table(fields).schema())} for path, fields in posts.items()}
     gets = {path: {"get": {"summary": text, **_ANSWERS}} for path, text in _GETS.items()}
