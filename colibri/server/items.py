@@ -160,7 +160,7 @@ _FUNCTION = (
     Field("name", FunctionName(), "Its name.", required=True),
     Field("description", Text(), "What it does."),
     Field("parameters", Object(), "Its parameters, in JSON Schema."),
-    Field("strict", Flag(), "As in a chat completion."),
+    Field("strict", Flag(), "Arguments keep to the schema, or it is refused."),
     Field("output_schema", Object(), "Accepted; nothing is done with it."),
     Field("allowed_callers", Only((["direct"], [])), "The model is the only one."),
     Field("defer_loading", Only((False,)), "Not supported."),
