@@ -245,7 +245,7 @@ class Matcher:
     _steps: dict[tuple[State, int], State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._work = 0
+        self.work = 0  # ways looked at
         self.start = self.state(self.root)
 
     def state(self, node: Node) -> State:
@@ -257,7 +257,7 @@ class Matcher:
 
         What is met anew after all was forgotten is another object, but leads the same ways.
         """
-        self._work = 0
+        self.work = 0
         if len(self._known) + len(self._steps) > _MOST_KNOWN:
             for memory in (self._known, self._repeats, self._laters, self._states, self._steps):
                 memory.clear()
@@ -295,6 +295,10 @@ class Matcher:
             state = self._steps.get((state, letter)) or self._step(state, letter)
         return state
 
+    def takes(self, data: Sequence[int]) -> bool:
+        """Whether this is a whole text of the grammar."""
+        return None in self.after(self.start, data)
+
     def taken(self, state: State, data: bytes) -> int:
         """How many bytes of `data` may come."""
         for at, byte in enumerate(data):
@@ -322,13 +326,13 @@ class Matcher:
             if way in seen:
                 continue
             seen.add(way)
-            if len(seen) > _MOST_WAYS or self._work + len(seen) > _MOST_WORK:
+            if len(seen) > _MOST_WAYS or self.work + len(seen) > _MOST_WORK:
                 raise FormError("the form can be read in too many ways; make it simpler")
             if way is None or isinstance(way.node, OneOf):
                 found.add(way)
             else:
                 todo += way.node.ways(self, way.rest)
-        self._work += len(seen)
+        self.work += len(seen)
         state = State(found)
         return self._states.setdefault(state, state)
 

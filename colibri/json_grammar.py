@@ -3,34 +3,25 @@
 import json
 from typing import Any
 
+from colibri.characters import ANY, Ranges, inverse, utf8
 from colibri.grammar import EMPTY, Alt, Node, Ref, Repeat, Seq, maybe, one_of, text, words
 
 DIGITS = 15  # of a number: more than a double holds would be lost
 
 SPACE = Alt((EMPTY, text(" "), Seq((text("\n"), Repeat(one_of(" \t"), 0, 32)))))
 _HEX = one_of("0123456789abcdefABCDEF")
-_TAIL = one_of((0x80, 0xBF))  # of a character in UTF-8
 _LOW_SURROGATE = Seq((text("\\u"), one_of("dD"), one_of("cdefCDEF"), _HEX, _HEX))
-_WIDE = (  # characters of several bytes
-    Seq((one_of((0xC2, 0xDF)), _TAIL)),
-    Seq((text(b"\xe0"), one_of((0xA0, 0xBF)), _TAIL)),
-    Seq((one_of((0xE1, 0xEC), (0xEE, 0xEF)), _TAIL, _TAIL)),
-    Seq((text(b"\xed"), one_of((0x80, 0x9F)), _TAIL)),
-    Seq((text(b"\xf0"), one_of((0x90, 0xBF)), _TAIL, _TAIL)),
-    Seq((one_of((0xF1, 0xF3)), _TAIL, _TAIL, _TAIL)),
-    Seq((text(b"\xf4"), one_of((0x80, 0x8F)), _TAIL, _TAIL)),
-)
+_ESCAPED = (*range(0x20), 0x22, 0x5C)  # code points of what a string cannot hold as it is
+_PLAIN = inverse((code, code) for code in _ESCAPED)
 _CHAR = Alt(
     (
-        one_of(" !", (0x23, 0x5B), (0x5D, 0x7F)),
-        *_WIDE,
+        utf8(_PLAIN),
         Seq((text("\\"), one_of('"\\/bfnrt'))),
         Seq((text("\\u"), one_of("0123456789abcefABCEF"), _HEX, _HEX, _HEX)),
         Seq((text("\\u"), one_of("dD"), one_of("01234567"), _HEX, _HEX)),
         Seq((text("\\u"), one_of("dD"), one_of("89abAB"), _HEX, _HEX, _LOW_SURROGATE)),
     )
 )
-CHARACTER = Alt((one_of((0x00, 0x7F)), *_WIDE))  # of text that is no JSON
 DIGIT = one_of((0x30, 0x39))
 INTEGER = Seq(
     (
@@ -54,6 +45,16 @@ def _written(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         return json.dumps(value).encode()
+
+
+def character(ranges: Ranges) -> Node:
+    """One character of these in a string, spelled as Python does; of all, however it is spelled."""
+    if ranges == ANY:
+        return _CHAR
+    escaped = [c for c in _ESCAPED if any(first <= c <= last for first, last in ranges)]
+    plain = utf8(inverse((*inverse(ranges), *((code, code) for code in escaped))))
+    spelled = words(*(json.dumps(chr(code))[1:-1].encode() for code in escaped))
+    return Alt((plain, spelled)) if escaped else plain
 
 
 def string(least: int = 0, most: int | None = None) -> Node:

@@ -6,14 +6,15 @@ others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
+from colibri.characters import ANY, utf8
 from colibri.errors import UsageError
 from colibri.grammar import EMPTY, NEVER, Alt, Node, Ref, Repeat, Seq, prune, text, words
 from colibri.json_grammar import (
-    CHARACTER,
     COMMA,
     DIGITS,
     INTEGER,
@@ -34,7 +35,7 @@ ENTRY = 50  # looks that a property's nodes take as long as
 def compile_schema(schema: Any, where: str, strict: bool = False) -> Node:
     """The grammar of a JSON Schema; UsageError, by its place under `where`, for what has none.
 
-    What cannot be kept to (`pattern`, `uniqueItems`, `not`..) is refused if `strict`, else passed
+    What cannot be kept to (`uniqueItems`, `not`..) is refused if `strict`, else passed
     over, and `oneOf` is then taken as `anyOf` where more than one of it may hold.
     """
     try:
@@ -130,12 +131,29 @@ class Compiler:
         least, most = _bounds(schema, "minLength", "maxLength")
         if most is not None and most < least:
             return NEVER
+        node = self._formed(schema, least, math.inf if most is None else most, where)
+        if node:
+            return node if self._bare else Seq((text('"'), node, text('"')))
+        return Repeat(utf8(ANY), least, most) if self._bare else string(least, most)
+
+    def _formed(
+        self, schema: Mapping[str, Any], least: int, most: float, where: str
+    ) -> Node | None:
+        """Texts by a format or a pattern; None: there is none, or it cannot be kept to."""
         if "format" in schema:
+            if "pattern" in schema:
+                self._require(where, "a pattern beside its format")
             node, shortest, longest = FORMATS[schema["format"]]
-            if least <= shortest and (most is None or longest <= most):
-                return node if self._bare else Seq((text('"'), node, text('"')))
+            if least <= shortest and longest <= most:
+                return node
             self._require(where, "format beside its lengths")
-        return Repeat(CHARACTER, least, most) if self._bare else string(least, most)
+        elif "pattern" in schema:
+            part = self._parts.pattern(schema["pattern"]).limited(least, most)
+            if part:
+                self._parts.look(part.size, where)
+                return part.node(self._bare)
+            self._require(where, "a pattern beside its lengths")
+        return None
 
     def _whole(self, schema: Mapping[str, Any], where: str) -> Node:
         return number_range(schema).whole() if {*schema} & {*NUMERIC} else INTEGER
@@ -207,7 +225,7 @@ def _implied(schema: Mapping[str, Any]) -> list[str]:
     for kind, names in (
         ("object", ("properties", "required", "additionalProperties")),
         ("array", ("items", "prefixItems", "minItems", "maxItems")),
-        ("string", ("minLength", "maxLength", "format")),
+        ("string", ("minLength", "maxLength", "format", "pattern")),
         ("number", NUMERIC),
     ):
         if any(name in schema for name in names):

@@ -8,8 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from colibri.errors import UsageError
+from colibri.errors import FormError, UsageError
+from colibri.grammar import Matcher
 from colibri.json_values import FORMATS, Range
+from colibri.pattern import Part, read
 
 # What says nothing of a value.
 NOTES = frozenset(
@@ -19,7 +21,8 @@ NOTES = frozenset(
 KEPT = frozenset(
     ("$ref", "type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "required",
      "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "minLength",
-     "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format")
+     "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format",
+     "pattern")
 )  # fmt: skip
 Flat = Mapping[str, Any] | bool
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
@@ -31,6 +34,7 @@ _CHOICES = ("anyOf", "oneOf")
 _TOGETHER = ("allOf", "properties", "additionalProperties", "items", "prefixItems")
 _MOST_PARTS = 20_000  # of a schema, those meant twice counted twice: more is a mistake, or malice
 _MOST_LOOKS = 1_000_000  # at names and values, likewise
+_LETTER = 5  # looks that it takes as long to read a character of a pattern as
 
 
 class Parts:
@@ -42,6 +46,8 @@ class Parts:
         self._flats: dict[int, tuple[Any, Flat]] = {}  # by the identity of the schema
         self._aparts: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
         self._pairs: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._patterns: dict[str, Part] = {}
+        self._matchers: dict[str, Matcher] = {}
 
     def flat(self, schema: Any, where: str) -> Flat:
         """A schema without $ref, and without allOf but for choices that come on top of others."""
@@ -53,7 +59,7 @@ class Parts:
         return self._flats[id(schema)][1]
 
     def _flattened(self, schema: Mapping[str, Any], where: str) -> Flat:
-        left_out = NOTES | {"$ref", "allOf", *_unkept(schema)}
+        left_out = NOTES | {"$ref", "allOf", *self._unkept(schema)}
         whole: Flat = {name: value for name, value in schema.items() if name not in left_out}
         if "$ref" in schema:
             target = self.find(schema["$ref"], where)
@@ -104,12 +110,14 @@ class Parts:
             raise UsageError(f"{where} has more than {_MOST_PARTS:,} parts")
         if not isinstance(schema, Mapping):
             raise UsageError(f"{where} is {_brief(schema)}; expected a JSON Schema")
+        if isinstance(schema.get("pattern"), str):
+            self.look(_LETTER * len(schema["pattern"]), where)
         if self._strict:
-            unkept = _unkept(schema)
+            unkept = self._unkept(schema)
             if "$id" in schema and schema is not self._root:  # references in it mean another root
-                unkept.append("$id")
-            if unkept:
-                raise UsageError(f"{where}.{unkept[0]} cannot be kept to; leave it out")
+                unkept["$id"] = ""
+            for name, why in unkept.items():
+                raise UsageError(f"{where}.{name} cannot be kept to{why}; leave it out")
         for name in ("allOf", "anyOf", "oneOf", "enum", "prefixItems"):
             if name in schema and not (isinstance(schema[name], list) and schema[name]):
                 raise UsageError(f"{where}.{name} is not a list of at least one")
@@ -120,6 +128,27 @@ class Parts:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UsageError(f"{where}.required is not a list of names")
         _check_bounds(schema, where)
+
+    def _unkept(self, schema: Mapping[str, Any]) -> dict[str, str]:
+        """Keywords that nothing can be made of, in order, and why where that is not plain."""
+        unkept = dict.fromkeys(set(schema) - NOTES - KEPT, "")
+        if "format" in schema and schema["format"] not in [*FORMATS]:
+            unkept["format"] = ""
+        if "pattern" in schema:
+            try:
+                self.pattern(schema["pattern"])
+            except UsageError as error:
+                unkept["pattern"] = f": {error}"
+        unkept |= {name: "" for name in NUMERIC if isinstance(schema.get(name), bool)}
+        return dict(sorted(unkept.items()))
+
+    def pattern(self, pattern: Any) -> Part:
+        """What a pattern means; UsageError, by the place in it, where that cannot be kept to."""
+        if not isinstance(pattern, str):
+            raise UsageError("it is no text")
+        if pattern not in self._patterns:
+            self._patterns[pattern] = read(pattern)
+        return self._patterns[pattern]
 
     # ---- two schemas --------------------------------------------------------------------------
 
@@ -221,7 +250,8 @@ class Parts:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return number_range(schema).holds(value) and self._all(parts, where)
         if isinstance(value, str):
-            return _fits(len(value), schema, "minLength", "maxLength") and self._all(parts, where)
+            fits = _fits(len(value), schema, "minLength", "maxLength")
+            return fits and self._matches(value, schema, where) and self._all(parts, where)
         if isinstance(value, list):
             first, rest = schema.get("prefixItems", []), schema.get("items", True)
             parts += [
@@ -235,6 +265,22 @@ class Parts:
             own, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
             parts += [(inner, own.get(name, rest)) for name, inner in value.items()]
         return self._all(parts, where)
+
+    def _matches(self, value: str, schema: Mapping[str, Any], where: str) -> bool:
+        """Whether a text matches the pattern, by ECMA-262; one that UTF-8 cannot hold does not."""
+        if "pattern" not in schema:
+            return True
+        try:
+            pattern = schema["pattern"]
+            if pattern not in self._matchers:
+                self._matchers[pattern] = Matcher(read(pattern, exact=True).node(bare=True))
+            matcher = self._matchers[pattern]
+            before = matcher.work
+            taken = matcher.takes(value.encode("utf-8", "surrogatepass"))
+        except FormError as error:
+            raise UsageError(f"{where}.pattern: {error}") from None
+        self.look(len(value) + matcher.work - before, where)
+        return taken
 
     def _all(self, parts: Iterable[tuple[Any, Any]], where: str) -> bool:
         return all(self.valid(value, schema, where) for value, schema in parts)
@@ -329,14 +375,6 @@ def _key(value: Any) -> Hashable:
 
 def _fits(size: int, schema: Mapping[str, Any], least: str, most: str) -> bool:
     return schema.get(least, 0) <= size <= schema.get(most, math.inf)
-
-
-def _unkept(schema: Mapping[str, Any]) -> list[str]:
-    """Keywords that nothing can be made of."""
-    unkept = set(schema) - NOTES - KEPT
-    if "format" in schema and schema["format"] not in [*FORMATS]:
-        unkept.add("format")
-    return sorted(unkept | {name for name in NUMERIC if isinstance(schema.get(name), bool)})
 
 
 def number_range(schema: Mapping[str, Any]) -> Range:

@@ -240,7 +240,7 @@ def one(item: dict[str, Any]) -> dict[str, Any]:
         ({"top_logprobs": 2}, "top_logprobs", f'needs include: ["{LOGPROBS}"]'),
         ({"text": {"verbosity": "low"}}, "text.verbosity", 'send "medium"'),
         ({"text": {"format": {"type": "json_schema", "strict": True,
-                              "schema": {"pattern": "x"}}}},
+                              "schema": {"pattern": "(?!x)"}}}},
          "text.format.schema", "pattern cannot be kept to"),
         ({"messages": STORY}, "messages", "not supported"),
         ({"input": "fox " * 1500}, "input", "prompt is too long"),

@@ -75,6 +75,10 @@ PARAMETERS: dict[str, Any] = {
         "f": {"anyOf": [{"type": "string", "format": "ipv4"}, {"type": "number", "minimum": 300}]},
         "g": {"const": "null"}, "h": {"const": None}, "i": {"type": ["object", "string"]}, "j": {},
     }},
+    "patterns": {"properties": {
+        "a": {"pattern": r'^["\\<é]{1,3}\s[\w/]$'}, "b": {"type": "string", "pattern": "^<"},
+        "c": {"items": {"type": "string", "pattern": r'^["\\\n]+$'}, "type": ["array", "string"]},
+    }},
     "of itself": {"properties": {"name": {"type": "string"}, "inner": {"$ref": "#"},
                                  "no": False}},
     "by reference": {"$ref": "#/$defs/a", "$defs": {"a": BOOK | {"properties": {
@@ -130,7 +134,7 @@ def test_texts_are_streamed():
 
 
 @pytest.mark.parametrize(("schema", "words"), [
-    ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "^here.a.pattern cannot be kept"),
+    ({"properties": {"a": {"pattern": "(?!x)"}}}, "^here.a.pattern cannot be kept to: a look-"),
     ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "^here.a.items.uniqueItems cannot"),
     ({"patternProperties": {}}, "^here.patternProperties cannot be kept to; leave it out"),
     ({"anyOf": [{}]}, "^here.anyOf cannot be kept to beside a tool's properties"),
@@ -312,7 +316,7 @@ def test_messages(server):
     asked = {"messages": STORY, "max_tokens": 300, "tools": strict, "tool_choice": choice}
     content = server.post("/v1/messages", asked).json["content"]
     jsonschema.validate(content[-1]["input"], BOOK)
-    strict[0]["input_schema"] = {"properties": {"a": {"pattern": "x"}}}
+    strict[0]["input_schema"] = {"properties": {"a": {"pattern": "(?!x)"}}}
     error = server.post("/v1/messages", asked).json["error"]
     assert error["message"].startswith("tools[0].input_schema.a.pattern cannot be kept to")
 

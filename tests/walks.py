@@ -48,6 +48,7 @@ def any_schema(chance: random.Random, deep: int = 0) -> Any:
         "type": (0.5, lambda: chance.choice([types(), [*{*some(types)}]])),
         "enum": (0.1, lambda: some(value, 5)), "const": (0.05, value), "$ref": (0.1, ref),
         "required": (0.2, lambda: chance.choice([[], ["a"], ["b", "c"]])),
+        "pattern": (0.05, lambda: chance.choice(["^a", "^[^a-y]{1,2}$", "^(a|b)*$", ""])),
         **{name: (0.08, lambda: chance.randrange(4))
            for name in ("minItems", "maxItems", "minLength", "maxLength")},
     }  # fmt: skip
