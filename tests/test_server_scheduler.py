@@ -101,9 +101,9 @@ def test_steps_in_turns(engine):
     assert ends == ["short", "long"] and diary.lines[0][0] == "short"
 
 
-def test_rows_of_all_answers_share_a_pass(engine, monkeypatch):
+def test_rows_of_all_answers_share_a_pass(engine, monkeypatch, capsys):
     """While two answers grow each pass has a row of both; the texts are those of answers alone, and
-    so they are where every such pass fails and each runs its own instead."""
+    so they are where every such pass fails and each runs its own: mistakes are told in the log."""
     sizes, texts = [], []
 
     def lines(fault: Exception | None) -> list[str]:
@@ -118,7 +118,9 @@ def test_rows_of_all_answers_share_a_pass(engine, monkeypatch):
         run(engine, [diary.job(engine, "a", "Hello", 9), diary.job(engine, "b", "Who are you?", 7)])
         return ["".join(what for name, what in diary.lines if name == who) for who in "ab"]
 
-    texts = [lines(fault) for fault in (None, CoreError("a disk is gone"), MemoryError())]
+    texts = [lines(fault) for fault in (None, CoreError("a disk is gone"), ValueError("a mistake"))]
+    log = capsys.readouterr().err
+    assert log.count("ValueError: a mistake") == 6 and "a disk" not in log
     assert sizes == [2] * 3 * 6
     diary = Diary()
     run(engine, [diary.job(engine, "a", "Hello", 9)])

@@ -6,7 +6,6 @@ import threading
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -264,8 +263,11 @@ class Scheduler:
         if len(rows) < 2:
             return
         begun = perf_counter()
-        with suppress(ColibriError, MemoryError):
+        try:
             step_together([turn.session for turn in rows])
+        except Exception as error:
+            if not isinstance(error, ColibriError):
+                traceback.print_exception(error)
         seconds, total = perf_counter() - begun, sum(rows.values())
         for job in self._active:
             if job.turn:
