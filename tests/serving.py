@@ -28,6 +28,11 @@ from colibri.server.service import Service
 
 LIMIT = 60  # seconds before a test gives up on a server
 USED = {"path": "a 北.py", "line": 7}  # a tool's arguments
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
+    "required": ["path"],
+}
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
@@ -41,6 +46,15 @@ def copy_model(source: Path, target: Path, **config: object) -> Path:
             shutil.copy(path, target)
     content = json.loads((target / "config.json").read_text()) | config
     (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+def glm_model(source: Path, target: Path, **config: object) -> Path:
+    """The same without a template of its own: it gets GLM-5.2's, which shows tools and has the
+    switches."""
+    copy_model(source, target, **config)
+    (target / "chat_template.jinja").unlink()
+    (target / "tokenizer_config.json").unlink()
     return target
 
 

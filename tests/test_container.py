@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import shardkit
+from colibri._core import ffi
 from shardkit import SMALL
 
 from colibri.container import INDEX_FULL, INDEX_NONE, INDEX_SHARED, Container, format_of
@@ -256,7 +257,6 @@ def test_read_only_directory(own):
 
 def test_expert_table_is_the_cores_struct(own):
     """A table entry has the very layout of clb_tensor, and expert() is its rows."""
-    ffi = pytest.importorskip("colibri._core").ffi
     assert MATRIX_DTYPE.itemsize == ffi.sizeof("clb_tensor")
     for name in MatrixRef._fields:
         assert MATRIX_DTYPE.fields[name][1] == ffi.offsetof("clb_tensor", name)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from serving import (
+    SCHEMA,
     STORY,
     USED,
     Answer,
     Serving,
-    copy_model,
+    glm_model,
     offline,
     open_engine,
     read_answer,
@@ -36,11 +37,6 @@ from colibri.session import Session
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 LONG = [{"role": "user", "content": "Tell me. " * 200}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
-    "required": ["path"],
-}
 TOOLS = [
     {"name": "read_file", "description": "Read.", "input_schema": SCHEMA},
     {"type": "custom", "name": "search", "input_schema": SCHEMA, "cache_control": {}},
@@ -55,9 +51,7 @@ CHAT_TOOLS = [
 @pytest.fixture(scope="module")
 def server(demo_path, tmp_path_factory) -> Iterator[Serving]:
     """The demo with GLM-5.2's own template, which shows tools and has the switches."""
-    target = copy_model(demo_path, tmp_path_factory.mktemp("messages") / "model")
-    (target / "chat_template.jinja").unlink()
-    (target / "tokenizer_config.json").unlink()
+    target = glm_model(demo_path, tmp_path_factory.mktemp("messages") / "model")
     with serving(open_engine(model=str(target), model_id="glm", seed="7")) as running:
         yield running
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serving import STORY, Serving, add_tags, copy_model, offline, open_engine, scripted, serving
+from serving import STORY, Serving, add_tags, glm_model, offline, open_engine, scripted, serving
 
 from colibri import turn as turns
 from colibri.server import tools
@@ -44,10 +44,8 @@ def agent(demo_path, tmp_path_factory) -> Iterator[Serving]:
     """The demo with room for 16,384 tokens and GLM-5.2's own template, which shows tools."""
     target = tmp_path_factory.mktemp("agent") / "model"
     kinds = ["full", *["shared"] * 5]  # one indexer and few keys: a long prompt in seconds
-    copy_model(demo_path, target, max_position_embeddings=16384, index_topk=64, indexer_types=kinds)
+    glm_model(demo_path, target, max_position_embeddings=16384, index_topk=64, indexer_types=kinds)
     add_tags(target)
-    (target / "chat_template.jinja").unlink()
-    (target / "tokenizer_config.json").unlink()
     engine = open_engine(model=str(target), conversations="2", model_id=MODEL)
     with serving(engine) as running:
         yield running

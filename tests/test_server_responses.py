@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from serving import (
+    SCHEMA,
     STORY,
     USED,
     Answer,
     Serving,
-    copy_model,
+    glm_model,
     offline,
     open_engine,
     read_answer,
@@ -35,11 +36,6 @@ from colibri.session import Session
 PATH, COUNT = "/v1/responses", "/v1/responses/input_tokens"
 SEALED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 LONG = "Tell me. " * 200
-SCHEMA = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
-    "required": ["path"],
-}
 READ = {"type": "function", "name": "read_file", "description": "Read.", "parameters": SCHEMA}
 SEARCH = {"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}
 TOOLS = [READ, {"type": "namespace", "name": "web", "description": "Far.", "tools": [SEARCH]}]
@@ -58,9 +54,7 @@ WORK = f"Hm.</think>I look.\n{written('read_file')}{written('web.search')}"
 @pytest.fixture(scope="module")
 def server(demo_path, tmp_path_factory) -> Iterator[Serving]:
     """The demo with GLM-5.2's own template, which shows tools and has the switches."""
-    target = copy_model(demo_path, tmp_path_factory.mktemp("responses") / "model")
-    (target / "chat_template.jinja").unlink()
-    (target / "tokenizer_config.json").unlink()
+    target = glm_model(demo_path, tmp_path_factory.mktemp("responses") / "model")
     with serving(open_engine(model=str(target), model_id="glm", seed="7")) as running:
         yield running
 

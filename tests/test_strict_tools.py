@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from serving import STORY, Serving, add_tags, copy_model, open_engine, serving
+from serving import STORY, Serving, add_tags, glm_model, open_engine, serving
 from walks import any_schema, letters
 
 from colibri.answer import MARK, TEXT, Piece, Prompt, Splitter
@@ -257,10 +257,8 @@ def test_no_logits_break_a_call(glm, temperature, begun):
 def server(demo_path, tmp_path_factory) -> Iterator[Serving]:
     """The demo with GLM-5.2's own template and the tags of calls."""
     target = tmp_path_factory.mktemp("strict") / "model"
-    copy_model(demo_path, target, max_position_embeddings=4096)
+    glm_model(demo_path, target, max_position_embeddings=4096)
     add_tags(target)
-    (target / "chat_template.jinja").unlink()
-    (target / "tokenizer_config.json").unlink()
     with serving(open_engine(model=str(target), conversations="2", model_id="demo")) as running:
         yield running
 
