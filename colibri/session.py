@@ -26,6 +26,8 @@ _LARGE = 64 << 30  # bytes of weights from which the same holds of reading them 
 TOGETHER = int(lib.CLB_TOGETHER)  # sessions in one pass, at most
 _WANT = {"none": lib.CLB_LOGITS_NONE, "last": lib.CLB_LOGITS_LAST, "all": lib.CLB_LOGITS_ALL}
 _KINDS = {"kv": lib.CLB_CACHE_KV, "index": lib.CLB_CACHE_INDEX}
+KV_DTYPES = {"f32": np.float32, "f16": np.float16}
+_FORMATS = {"f32": lib.CLB_F32, "f16": lib.CLB_F16}
 _COUNTERS = tuple(name for name, _ in ffi.typeof("clb_counters").fields)  # all of them int64
 _WORK = ("plain", "verify", "absorb", "draft")  # in the order of csrc/colibri.h
 
@@ -35,13 +37,19 @@ class Session:
 
     `tokens` are the committed tokens, one per row of the main caches. An error or a cancelled
     step leaves them, and the caches, as they were. `scratch`: of the same model, for no less; its
-    own by default.
+    own by default. `kv_dtype`: what the caches hold, a key of KV_DTYPES.
     """
 
     def __init__(
-        self, model: Model, context: int, max_rows: int = ROWS, scratch: Scratch | None = None
+        self,
+        model: Model,
+        context: int,
+        max_rows: int = ROWS,
+        scratch: Scratch | None = None,
+        kv_dtype: str = "f32",
     ) -> None:
         self.model = model
+        self.kv_dtype = kv_dtype
         self.context = context
         self.max_rows = min(max_rows, context)
         self.scratch = scratch or Scratch(model, context, self.max_rows)
@@ -49,7 +57,7 @@ class Session:
         self.staged: list[int] = []  # will run next; whoever holds the session may `step_together`
         self._error = ffi.new("clb_error *")
         out = ffi.new("clb_session **")
-        wanted = self.scratch.handle, context, self.max_rows
+        wanted = self.scratch.handle, context, self.max_rows, _FORMATS[kv_dtype]
         check(lib.clb_session_new(*wanted, out, self._error), self._error)
         self._freed: list[bool] = []
         self.handle = ffi.gc(out[0], partial(_free, self._freed))
@@ -339,10 +347,11 @@ class Session:
         return {name: dict(zip(_COUNTERS, row, strict=True)) for name, row in rows}
 
     def cache(self, layer: int, kind: str) -> np.ndarray | None:
-        """The "kv" or "index" cache of a layer: f32 view [context, width], or None."""
+        """The "kv" or "index" cache of a layer: view [context, width] of kv_dtype, or None."""
         width = ffi.new("int64_t *")
         pointer = lib.clb_session_cache(self.handle, layer, _KINDS[kind], width)
-        return _view(pointer, (self.context, width[0])) if pointer else None
+        dtype = KV_DTYPES[self.kv_dtype]
+        return _view(pointer, (self.context, width[0]), dtype) if pointer else None
 
     def experts(self, layer: int, rows: int) -> np.ndarray | None:
         """Experts of the last step's first `rows` rows: i32 [rows, k] ascending, or None."""

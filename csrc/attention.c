@@ -5,7 +5,6 @@
 #include "core.h"
 
 enum {
-    KEY_TILE = 32,    /* keys all heads of a group visit together: they stay in L2 */
     NEAR_KEYS = 8,    /* so many of them stay in L1, */
     NEAR_WIDTH = 128, /* or of all of them so many numbers */
 };
@@ -27,21 +26,18 @@ static void finish_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
         const clb_row *row = &t->rows[r];
-        float *key = row->part->session->kv[job->number] + row->position * (c->kv_lora + c->rope);
+        float *key = t->new_keys + r * (c->kv_lora + c->rope);
         k->rmsnorm(key, job->layer->v[CLB_KV_A_NORM], c->rms_eps, c->kv_lora, key);
         k->rope(key + c->kv_lora, t->angles + r * c->rope, c->rope / 2);
+        clb_cache_put(k, &row->part->session->kv[job->number], row->position, key);
     }
 }
 
 void clb_write_keys(clb_pass *p, const clb_layer *layer, int64_t number) {
     const clb_model *m = p->model;
-    int64_t width = m->config.kv_lora + m->config.rope;
     attention_job job = {p, layer, number, 0, p->n};
-    for (int64_t i = 0; i < p->part_count; i++) {
-        const clb_part *part = &p->parts[i];
-        clb_project_rows(m, &layer->w[CLB_KV_A], &p->scratch->in_hidden, part->first, part->n,
-                         part->session->kv[number] + part->position * width, width);
-    }
+    clb_project(m, &layer->w[CLB_KV_A], &p->scratch->in_hidden, p->scratch->new_keys,
+                m->config.kv_lora + m->config.rope);
     clb_parallel(m->pool, p->n, 8, finish_keys, &job);
     if (layer->index_kind == CLB_INDEX_FULL) clb_index_write(p, layer, number);
 }
@@ -88,23 +84,25 @@ static void absorb_queries(void *arg, int64_t begin, int64_t end, int32_t thread
 typedef struct key_walk { /* one row's keys, for the heads of a group */
     const clb_kernels *k;
     const clb_selection *keys;
-    const float *kv;
+    const clb_cache *kv;
+    float *room; /* [CLB_KEY_TILE][width] */
     int64_t width, kv_lora, heads;
     float *latent[CLB_HEAD_GROUP]; /* the heads' queries, then their sums of latents */
     float *scores;             /* [heads][keys->count] */
 } key_walk;
 
-/* Where the keys from number t on are; returns how many, at most KEY_TILE. */
+/* Where the keys from number t on are; returns how many, at most CLB_KEY_TILE. */
 static int64_t find_keys(const key_walk *walk, int64_t t, const float **at) {
     const clb_selection *keys = walk->keys;
-    int64_t n = keys->count - t < KEY_TILE ? keys->count - t : KEY_TILE;
+    int64_t n = clb_least(keys->count - t, CLB_KEY_TILE);
     for (int64_t i = 0; i < n; i++)
-        at[i] = walk->kv + (keys->dense ? t + i : keys->index[t + i]) * walk->width;
+        at[i] = clb_cache_rows(walk->k, walk->kv, keys->dense ? t + i : keys->index[t + i], 1,
+                               walk->room + i * walk->width);
     return n;
 }
 
 static void score_keys(const key_walk *walk) {
-    const float *key[KEY_TILE];
+    const float *key[CLB_KEY_TILE];
     int64_t count = walk->keys->count;
     for (int64_t t = 0, n; t < count; t += n) {
         n = find_keys(walk, t, key);
@@ -116,7 +114,7 @@ static void score_keys(const key_walk *walk) {
 }
 
 static void mix_latents(const key_walk *walk) {
-    const float *key[KEY_TILE];
+    const float *key[CLB_KEY_TILE];
     int64_t count = walk->keys->count;
     for (int64_t t = 0, n; t < count; t += n) {
         n = find_keys(walk, t, key);
@@ -130,12 +128,14 @@ static void mix_latents(const key_walk *walk) {
 }
 
 static void attend_group(const attention_job *job, int64_t r, int64_t first_head, int64_t heads,
-                         float *scores) {
+                         int32_t thread) {
     const clb_config *c = &job->p->model->config;
     const clb_kernels *k = job->p->model->kernels;
     const clb_selection *keys = &job->p->scratch->selected[job->first + r];
-    const float *kv = job->p->scratch->rows[job->first + r].part->session->kv[job->number];
-    key_walk walk = {k, keys, kv, c->kv_lora + c->rope, c->kv_lora, heads, {0}, scores};
+    const clb_cache *kv = &job->p->scratch->rows[job->first + r].part->session->kv[job->number];
+    float *scores = clb_thread_scratch(job->p->scratch, thread);
+    key_walk walk = {k, keys, kv, clb_thread_keys(job->p->scratch, thread), kv->width, c->kv_lora,
+                     heads, {0}, scores};
     for (int64_t h = 0; h < heads; h++) walk.latent[h] = latent_of(job, first_head + h, r);
     score_keys(&walk);
     for (int64_t h = 0; h < heads; h++) {
@@ -153,7 +153,7 @@ static void attend_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     for (int64_t i = begin; i < end; i++) {
         int64_t first = i % groups * CLB_HEAD_GROUP;
         int64_t n = heads - first < CLB_HEAD_GROUP ? heads - first : CLB_HEAD_GROUP;
-        attend_group(job, i / groups, first, n, clb_thread_scratch(job->p->scratch, thread));
+        attend_group(job, i / groups, first, n, thread);
     }
 }
 

@@ -135,7 +135,8 @@ int32_t clb_scratch_new(clb_model *model, int64_t context, int64_t max_rows, clb
 void clb_scratch_free(clb_scratch *scratch);
 int64_t clb_scratch_bytes(const clb_scratch *scratch);
 
-int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows,
+/* format: of the caches, CLB_F32, or CLB_F16 for half the bytes and 11 bits of each number. */
+int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows, int32_t format,
                         clb_session **session, clb_error *error);
 void clb_session_free(clb_session *session);
 int64_t clb_session_bytes(const clb_session *session);
@@ -173,8 +174,9 @@ int32_t clb_step_together(clb_session *const *sessions, const int64_t *rows, int
 enum { CLB_WAITING = 512 }; /* 12 MB for GLM-5.2 */
 const float *clb_session_hidden(const clb_session *session, int64_t position);
 
-/* Views for tests, saving and traces. cache: [context][width]; NULL when the layer has none. */
-float *clb_session_cache(clb_session *session, int32_t layer, int32_t kind, int64_t *width);
+/* Views for tests, saving and traces. cache: [context][width] floats of the session's format; NULL
+   when the layer has none. */
+void *clb_session_cache(clb_session *session, int32_t layer, int32_t kind, int64_t *width);
 /* Experts of the last step: [rows][experts_per_token], ascending ids; NULL for a dense layer. */
 const int32_t *clb_session_experts(const clb_session *session, int32_t layer);
 /* When set, step_all also stores every layer's index set: [layers + has_mtp][max_rows]
@@ -208,12 +210,14 @@ int32_t clb_linear_test(const char *isa, const clb_tensor *shape, const uint8_t 
 
 enum {
     CLB_TEST_DOT, CLB_TEST_AXPY, CLB_TEST_RMSNORM, CLB_TEST_LAYERNORM, CLB_TEST_SOFTMAX,
-    CLB_TEST_SIGMOID, CLB_TEST_SWIGLU, CLB_TEST_ROPE, CLB_TEST_INDEX_SCORES, CLB_TEST_ANGLES
+    CLB_TEST_SIGMOID, CLB_TEST_SWIGLU, CLB_TEST_ROPE, CLB_TEST_INDEX_SCORES, CLB_TEST_ANGLES,
+    CLB_TEST_TO_F16
 };
 
 /* One function of kernels.h on a, b, c [n] each; out [n] begins as a copy of a. DOT leaves its
    result in out[0]; AXPY is out + b[0] c; RMSNORM has gain b, LAYERNORM gain b and bias c;
-   INDEX_SCORES has n heads of one dimension and n keys c; ANGLES has position b[0]. */
+   INDEX_SCORES has n heads of one dimension and n keys c; ANGLES has position b[0]; TO_F16 leaves
+   n numbers of two bytes in out. */
 int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, const float *b,
                           const float *c, int64_t n, float *out, clb_error *error);
 

@@ -18,6 +18,7 @@ enum {
     CLB_MAX_LAYERS = 512,
     CLB_MAX_EXPERTS = 4096,
     CLB_HEAD_GROUP = 8, /* heads that share one walk over the keys */
+    CLB_KEY_TILE = 32,  /* keys that all heads of a group visit together: they stay in L2 */
     CLB_ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
 };
 
@@ -113,6 +114,8 @@ struct clb_scratch { /* one pass at a time uses it, of any sessions that ask for
     float *query;                      /* [max_rows][heads * (nope + rope)] */
     float *absorbed;                   /* [heads][ROW_BLOCK or fewer][kv_lora + rope] */
     float *heads_out;                  /* [max_rows][heads * v_head] */
+    float *new_keys;                   /* [max_rows][the wider of both caches] */
+    float *wide_keys;                  /* [threads][CLB_KEY_TILE][the same] of a cache in f16 */
     float *index_query;                /* [max_rows][index_heads * index_dim] */
     float *index_weight;               /* [max_rows][index_heads] */
     float *index_score;                /* [ROW_BLOCK][context] */
@@ -135,14 +138,20 @@ struct clb_scratch { /* one pass at a time uses it, of any sessions that ask for
     clb_input in_concat;
 };
 
+typedef struct clb_cache { /* the keys of one layer, by position */
+    int32_t format; /* CLB_F32 or CLB_F16 */
+    int64_t width;
+    uint8_t *rows;  /* [context][width]; NULL: the layer has none */
+} clb_cache;
+
 struct clb_session {
     clb_model *model;
     clb_scratch *scratch; /* perhaps others' too */
     int64_t context, max_rows, length, mtp_length, bytes;
     int64_t step_start, step_rows; /* the last step, until its uses of experts are counted */
     int64_t layer_count; /* the model's */
-    float **kv;          /* [layer_count] each [context][kv_lora + rope] */
-    float **index_keys;  /* [layer_count] each [context][index_dim], full layers only */
+    clb_cache *kv;         /* [layer_count] of width kv_lora + rope */
+    clb_cache *index_keys; /* [layer_count] of width index_dim, full layers only */
     int64_t window, window_rows; /* first position and most rows of `hidden` */
     float *hidden;       /* [window_rows][hidden] post-norm: the last step's rows, and before them
                             those that the MTP cache lacks */
@@ -224,9 +233,16 @@ void clb_input_set(clb_input *input, const float *x, int64_t stride, int64_t row
 const clb_acts *clb_input_form(const clb_model *model, clb_input *input, int32_t format);
 void clb_project(const clb_model *model, const clb_matrix *w, clb_input *input, float *y,
                  int64_t y_stride);
-/* The same of rows [first, first + n) of the input alone. */
-void clb_project_rows(const clb_model *model, const clb_matrix *w, clb_input *input, int64_t first,
-                      int64_t n, float *y, int64_t y_stride);
+
+/* ---- cache.c -------------------------------------------------------------------------------- */
+
+int64_t clb_cache_row_bytes(const clb_cache *cache);
+/* key: [width], rounded to what the cache holds. */
+void clb_cache_put(const clb_kernels *k, const clb_cache *cache, int64_t position,
+                   const float *key);
+/* Keys [first, first + n) as floats [n][width]: in the cache itself, or widened into room. */
+const float *clb_cache_rows(const clb_kernels *k, const clb_cache *cache, int64_t first, int64_t n,
+                            float *room);
 
 /* ---- pass.c --------------------------------------------------------------------------------- */
 
@@ -292,6 +308,8 @@ void clb_rmsnorm_rows(const clb_model *m, const float *x, const float *gain, int
                       int64_t y_stride);
 /* [thread_floats] of a thread's own. */
 float *clb_thread_scratch(const clb_scratch *t, int32_t thread);
+/* [CLB_KEY_TILE][the width of a key] of a thread's own. */
+float *clb_thread_keys(const clb_scratch *t, int32_t thread);
 int64_t clb_keys_chosen(const clb_config *c, int64_t context); /* by one row, at most */
 
 #endif

@@ -4,19 +4,18 @@
 #include <string.h>
 #include "core.h"
 
-enum { KEY_TILE = 256 }; /* keys scored by one task */
+enum { TASK_KEYS = 256 }; /* keys scored by one task */
 
 typedef struct index_job {
     const clb_pass *p;
     const clb_layer *layer;
     int64_t number;   /* of the layer */
     int64_t first, n; /* rows [first, first + n) of the pass */
-    int64_t tiles;
+    int64_t tasks;    /* of each row */
 } index_job;
 
-/* [context][index_dim] */
-static float *index_keys_of(const index_job *job, int64_t r) {
-    return job->p->scratch->rows[r].part->session->index_keys[job->number];
+static const clb_cache *index_keys_of(const index_job *job, int64_t r) {
+    return &job->p->scratch->rows[r].part->session->index_keys[job->number];
 }
 
 static void finish_index_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
@@ -26,40 +25,40 @@ static void finish_index_keys(void *arg, int64_t begin, int64_t end, int32_t thr
     const clb_kernels *k = job->p->model->kernels;
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        float *key = index_keys_of(job, r) + t->rows[r].position * c->index_dim;
+        float *key = t->new_keys + r * c->index_dim;
         k->layernorm(key, job->layer->v[CLB_INDEX_K_NORM], job->layer->v[CLB_INDEX_K_BIAS],
                      c->index_eps, c->index_dim, key);
         k->rope(key, t->angles + r * c->rope, c->rope / 2);
+        clb_cache_put(k, index_keys_of(job, r), t->rows[r].position, key);
     }
 }
 
 void clb_index_write(clb_pass *p, const clb_layer *layer, int64_t number) {
-    int64_t dim = p->model->config.index_dim;
     index_job job = {p, layer, number, 0, p->n, 0};
-    for (int64_t i = 0; i < p->part_count; i++) {
-        const clb_part *part = &p->parts[i];
-        clb_project_rows(p->model, &layer->w[CLB_INDEX_K], &p->scratch->in_hidden, part->first,
-                         part->n, part->session->index_keys[number] + part->position * dim, dim);
-    }
+    clb_project(p->model, &layer->w[CLB_INDEX_K], &p->scratch->in_hidden, p->scratch->new_keys,
+                p->model->config.index_dim);
     clb_parallel(p->model->pool, p->n, 8, finish_index_keys, &job);
 }
 
 /* ---- scores --------------------------------------------------------------------------------- */
 
-static void score_tiles(void *arg, int64_t begin, int64_t end, int32_t thread) {
+static void score_keys(void *arg, int64_t begin, int64_t end, int32_t thread) {
     index_job *job = arg;
     const clb_scratch *t = job->p->scratch;
     const clb_config *c = &job->p->model->config;
     const clb_kernels *k = job->p->model->kernels;
-    (void)thread;
+    float *room = clb_thread_keys(t, thread);
     for (int64_t i = begin; i < end; i++) {
-        int64_t r = i / job->tiles, first = i % job->tiles * KEY_TILE, row = job->first + r;
-        int64_t last = clb_least(first + KEY_TILE, t->rows[row].position + 1);
-        if (first >= last || t->rows[row].position < c->index_topk) continue; /* takes all */
-        k->index_scores(t->index_query + row * c->index_heads * c->index_dim,
-                        t->index_weight + row * c->index_heads, c->index_heads, c->index_dim,
-                        index_keys_of(job, row), first, last,
-                        t->index_score + r * t->context + first);
+        int64_t r = i / job->tasks, first = i % job->tasks * TASK_KEYS, row = job->first + r;
+        int64_t last = clb_least(first + TASK_KEYS, t->rows[row].position + 1);
+        if (t->rows[row].position < c->index_topk) continue; /* takes all */
+        for (int64_t n; first < last; first += n) {
+            n = clb_least(last - first, CLB_KEY_TILE);
+            k->index_scores(t->index_query + row * c->index_heads * c->index_dim,
+                            t->index_weight + row * c->index_heads, c->index_heads, c->index_dim,
+                            clb_cache_rows(k, index_keys_of(job, row), first, n, room), n,
+                            t->index_score + r * t->context + first);
+        }
     }
 }
 
@@ -145,10 +144,10 @@ void clb_index_select(clb_pass *p, const clb_layer *layer, int64_t number) {
     make_index_queries(p, layer);
     for (int64_t first = 0; first < p->n; first += CLB_ROW_BLOCK) {
         index_job job = {p, layer, number, first, clb_least(CLB_ROW_BLOCK, p->n - first), 0};
-        job.tiles = clb_last_position(p, first, job.n) / KEY_TILE + 1;
+        job.tasks = clb_last_position(p, first, job.n) / TASK_KEYS + 1;
         for (int64_t r = first; r < first + job.n; r++)
             if (rows[r].position >= topk) rows[r].part->own.index_scores += rows[r].position + 1;
-        clb_parallel(p->model->pool, job.n * job.tiles, 1, score_tiles, &job);
+        clb_parallel(p->model->pool, job.n * job.tasks, 1, score_keys, &job);
         clb_parallel(p->model->pool, job.n, 1, select_rows, &job);
     }
 }

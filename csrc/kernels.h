@@ -96,6 +96,7 @@ typedef struct clb_kernels {
     void (*quantize)(const clb_acts *acts, int64_t row, int32_t format);
     /* rows [first, first + count) as floats: [count][cols] */
     void (*dequantize)(const clb_matrix *w, int64_t first, int64_t count, float *out);
+    void (*to_f16)(const float *x, int64_t n, uint8_t *y); /* half to even; infinite past 65504 */
     float (*dot)(const float *a, const float *b, int64_t n);            /* 16 lanes, folded */
     void (*axpy)(float a, const float *x, float *y, int64_t n);         /* y = fma(a, x, y) */
     /* out[i] = dot(a[i], b, n) for i < count */
@@ -111,10 +112,10 @@ typedef struct clb_kernels {
     void (*sigmoid)(const float *x, int64_t n, float *y);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *y);
     void (*rope)(float *v, const float *cos_sin, int64_t half); /* pairs in place; [half][2] */
-    /* Index scores of keys [first, last): out[s - first] = sum over m in order of
+    /* Index scores of n keys: out[s] = sum over m in order of
        fma(weight[m], max(0, dot(q + m * dim, keys + s * dim)), acc). */
     void (*index_scores)(const float *q, const float *weight, int64_t heads, int64_t dim,
-                         const float *keys, int64_t first, int64_t last, float *out);
+                         const float *keys, int64_t n, float *out);
 } clb_kernels;
 
 const clb_kernels *clb_kernels_find(const char *isa); /* NULL name: best; NULL result: not here */

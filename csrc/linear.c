@@ -81,14 +81,8 @@ static void linear_rows(void *arg, int64_t begin, int64_t end, int32_t thread) {
     job->kernels->linear[job->w->format](job->w, job->acts, begin, end, job->y, job->y_stride);
 }
 
-void clb_project_rows(const clb_model *model, const clb_matrix *w, clb_input *input, int64_t first,
-                      int64_t n, float *y, int64_t y_stride) {
-    clb_acts acts = clb_acts_part(clb_input_form(model, input, w->format), first, first + n);
-    linear_job job = {model->kernels, w, &acts, y, y_stride};
-    clb_parallel(model->pool, w->rows, ROWS_A_CHUNK, linear_rows, &job);
-}
-
 void clb_project(const clb_model *model, const clb_matrix *w, clb_input *input, float *y,
                  int64_t y_stride) {
-    clb_project_rows(model, w, input, 0, input->form[0].rows, y, y_stride);
+    linear_job job = {model->kernels, w, clb_input_form(model, input, w->format), y, y_stride};
+    clb_parallel(model->pool, w->rows, ROWS_A_CHUNK, linear_rows, &job);
 }

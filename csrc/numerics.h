@@ -80,6 +80,13 @@ static inline float lanes_fold(lanes a) {
             a.v[l] = a.v[l] + a.v[l + half];
     return a.v[0];
 }
+
+static inline lanes lanes_load_f16(const uint8_t *p) {
+    lanes a;
+    for (int l = 0; l < CLB_LANES; l++)
+        a.v[l] = clb_f16_float(clb_load_u16(p + 2 * l));
+    return a;
+}
 #endif
 
 #ifndef CLB_LANES_BYTES
@@ -328,10 +335,9 @@ static inline float relu_one(float d) {
 }
 
 static inline void index_scores_all(const float *q, const float *weight, int64_t heads,
-                                    int64_t dim, const float *keys, int64_t first, int64_t last,
-                                    float *out) {
-    int64_t s = first;
-    for (; s + CLB_CHAINS <= last; s += CLB_CHAINS) {
+                                    int64_t dim, const float *keys, int64_t n, float *out) {
+    int64_t s = 0;
+    for (; s + CLB_CHAINS <= n; s += CLB_CHAINS) {
         const float *at[CLB_CHAINS];
         float acc[CLB_CHAINS] = {0}, found[CLB_CHAINS];
         for (int k = 0; k < CLB_CHAINS; k++)
@@ -341,14 +347,14 @@ static inline void index_scores_all(const float *q, const float *weight, int64_t
             for (int k = 0; k < CLB_CHAINS; k++)
                 acc[k] = __builtin_fmaf(weight[m], relu_one(found[k]), acc[k]);
         }
-        memcpy(out + (s - first), acc, sizeof acc);
+        memcpy(out + s, acc, sizeof acc);
     }
-    for (; s < last; s++) {
+    for (; s < n; s++) {
         float acc = 0;
         for (int64_t m = 0; m < heads; m++)
             acc = __builtin_fmaf(weight[m], relu_one(dot_lanes(q + m * dim, keys + s * dim, dim)),
                                  acc);
-        out[s - first] = acc;
+        out[s] = acc;
     }
 }
 
@@ -459,9 +465,11 @@ static inline void dequantize_floats(const clb_matrix *w, const uint8_t *data, f
         for (int64_t i = 0; i < w->cols; i++)
             out[i] = clb_bf16_float(clb_load_u16(data + 2 * i));
     } else {
-        CLB_EACH
-        for (int64_t i = 0; i < w->cols; i++)
-            out[i] = clb_f16_float(clb_load_u16(data + 2 * i));
+        int64_t i = 0;
+        for (; i + CLB_LANES <= w->cols; i += CLB_LANES)
+            lanes_store(out + i, lanes_load_f16(data + 2 * i));
+        for (; i < w->cols; i++)
+            out[i] = CLB_F16_ONE(clb_load_u16(data + 2 * i));
     }
 }
 
@@ -490,10 +498,29 @@ static inline void dequantize_all(const clb_matrix *w, int64_t first, int64_t co
     }
 }
 
+/* ---- floats in half the bytes --------------------------------------------------------------- */
+
+/* Half to even: a rounding addition to the bits, or, for what becomes subnormal, to the float. */
+static inline uint16_t f16_bits(float x) {
+    const uint32_t bits = clb_float_bits(x), magnitude = bits & 0x7fffffff;
+    uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+    uint32_t tiny = clb_float_bits(clb_bits_float(magnitude) + 0.5f) - clb_float_bits(0.5f);
+    uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    uint32_t half = magnitude < 113u << 23 ? tiny : normal;
+    return (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(magnitude >= 143u << 23 ? special : half);
+}
+
+static inline void to_f16_all(const float *x, int64_t n, uint8_t *y) {
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t bits = f16_bits(x[i]);
+        memcpy(y + 2 * i, &bits, sizeof bits);
+    }
+}
+
 /* The entries of a table that are the same code for every instruction set. */
 #define CLB_NUMERICS_ENTRIES                                                                       \
-    .quantize = quantize_all, .dequantize = dequantize_all, .dot = dot_lanes,                      \
-    .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
+    .quantize = quantize_all, .dequantize = dequantize_all, .to_f16 = to_f16_all,                  \
+    .dot = dot_lanes, .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
     .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,                    \
     .sigmoid = sigmoid_all, .swiglu = swiglu_all, .rope = rope_all,                                \
     .index_scores = index_scores_all

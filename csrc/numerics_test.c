@@ -22,8 +22,9 @@ int32_t clb_numerics_test(const char *isa, int32_t function, const float *a, con
     case CLB_TEST_SIGMOID: k->sigmoid(a, n, out); break;
     case CLB_TEST_SWIGLU: k->swiglu(a, b, n, out); break;
     case CLB_TEST_ROPE: k->rope(out, b, n / 2); break;
-    case CLB_TEST_INDEX_SCORES: k->index_scores(a, b, n, 1, c, 0, n, out); break;
+    case CLB_TEST_INDEX_SCORES: k->index_scores(a, b, n, 1, c, n, out); break;
     case CLB_TEST_ANGLES: clb_rope_angles((int64_t)b[0], a, n / 2, out); break;
+    case CLB_TEST_TO_F16: k->to_f16(a, n, (uint8_t *)out); break;
     default: code = clb_fail(error, CLB_INVALID, "function %d is unknown", function);
     }
     fesetenv(&was);

@@ -10,11 +10,14 @@ static void take_attention(clb_scratch *s, clb_taken *t) {
     const clb_config *c = &s->model->config;
     int64_t n = s->max_rows, threads = clb_pool_threads(s->model->pool);
     int64_t keys = clb_keys_chosen(c, s->context);
+    int64_t key = clb_most(c->kv_lora + c->rope, c->index_dim);
     s->q_latent = clb_take_floats(t, n, c->q_lora);
     s->query = clb_take_floats(t, n, c->heads * (c->nope + c->rope));
     s->absorbed = clb_take_floats(t, CLB_ROW_BLOCK, c->heads * (c->kv_lora + c->rope));
     s->heads_out = clb_take_floats(t, n, c->heads * c->v_head);
     s->angles = clb_take_floats(t, n, c->rope);
+    s->new_keys = clb_take_floats(t, n, key);
+    s->wide_keys = clb_take_floats(t, threads * CLB_KEY_TILE, key);
     s->index_query = clb_take_floats(t, n, c->index_heads * c->index_dim);
     s->index_weight = clb_take_floats(t, n, c->index_heads);
     s->index_score = clb_take_floats(t, CLB_ROW_BLOCK, s->context);
@@ -92,8 +95,8 @@ int32_t clb_scratch_new(clb_model *m, int64_t context, int64_t max_rows, clb_scr
 void clb_scratch_free(clb_scratch *s) {
     if (!s) return;
     void *owned[] = {s->rows, s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent,
-                     s->query, s->absorbed, s->heads_out, s->index_query, s->index_weight,
-                     s->index_score, s->index_order, s->gate, s->up, s->router, s->shared,
+                     s->query, s->absorbed, s->heads_out, s->new_keys, s->wide_keys,
+                     s->index_query, s->index_weight, s->index_score, s->index_order, s->gate, s->up, s->router, s->shared,
                      s->pair_out, s->pairs, s->leases, s->runs, s->active_runs, s->active_pairs,
                      s->selected, s->selected_index, s->of_threads};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) clb_zeroed_free(owned[i]);
@@ -107,4 +110,9 @@ int64_t clb_scratch_bytes(const clb_scratch *s) { return s->bytes; }
 
 float *clb_thread_scratch(const clb_scratch *t, int32_t thread) {
     return t->of_threads + thread * t->thread_floats;
+}
+
+float *clb_thread_keys(const clb_scratch *t, int32_t thread) {
+    const clb_config *c = &t->model->config;
+    return t->wide_keys + thread * CLB_KEY_TILE * clb_most(c->kv_lora + c->rope, c->index_dim);
 }

@@ -5,7 +5,13 @@
 
 /* ---- memory --------------------------------------------------------------------------------- */
 
-static void take_caches(clb_session *s, clb_taken *t) {
+static clb_cache take_cache(clb_taken *t, int32_t format, int64_t context, int64_t width) {
+    clb_cache cache = {format, width, NULL};
+    cache.rows = clb_take(t, context, 1, clb_cache_row_bytes(&cache));
+    return cache;
+}
+
+static void take_caches(clb_session *s, int32_t format, clb_taken *t) {
     const clb_model *m = s->model;
     const clb_config *c = &m->config;
     s->layer_count = m->layer_count;
@@ -19,19 +25,21 @@ static void take_caches(clb_session *s, clb_taken *t) {
     for (int64_t i = 0; i < m->layer_count; i++) {
         const clb_layer *layer = &m->layers[i];
         clb_route *routes = &s->routes[i];
-        s->kv[i] = clb_take_floats(t, s->context, c->kv_lora + c->rope);
+        s->kv[i] = take_cache(t, format, s->context, c->kv_lora + c->rope);
         if (layer->index_kind == CLB_INDEX_FULL)
-            s->index_keys[i] = clb_take_floats(t, s->context, c->index_dim);
+            s->index_keys[i] = take_cache(t, format, s->context, c->index_dim);
         if (!layer->sparse) continue;
         routes->expert = clb_take(t, s->max_rows, c->experts_per_token, (int64_t)sizeof(int32_t));
         routes->weight = clb_take_floats(t, s->max_rows, c->experts_per_token);
     }
 }
 
-int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows,
+int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows, int32_t format,
                         clb_session **session, clb_error *error) {
     clb_taken taken = {0};
     *session = NULL;
+    if (format != CLB_F32 && format != CLB_F16)
+        return clb_fail(error, CLB_INVALID, "caches are in f32 or f16, not in format %d", format);
     if (context < 1 || context > scratch->context || max_rows < 1 || max_rows > scratch->max_rows)
         return clb_fail(error, CLB_INVALID, "a context of %lld with %lld rows a step is not "
                         "possible in a scratch for %lld with %lld", (long long)context,
@@ -45,7 +53,7 @@ int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows,
     s->max_rows = max_rows;
     s->window_rows = max_rows + (s->model->config.has_mtp ? CLB_WAITING : 0);
     s->watch_fd = -1;
-    take_caches(s, &taken);
+    take_caches(s, format, &taken);
     if (taken.failed) {
         clb_session_free(s);
         return clb_fail_memory(&taken, context, error);
@@ -58,8 +66,8 @@ int32_t clb_session_new(clb_scratch *scratch, int64_t context, int64_t max_rows,
 void clb_session_free(clb_session *s) {
     if (!s) return;
     for (int64_t i = 0; i < s->layer_count; i++) { /* the model and the scratch may be gone */
-        if (s->kv) clb_zeroed_free(s->kv[i]);
-        if (s->index_keys) clb_zeroed_free(s->index_keys[i]);
+        if (s->kv) clb_zeroed_free(s->kv[i].rows);
+        if (s->index_keys) clb_zeroed_free(s->index_keys[i].rows);
         if (s->routes) clb_zeroed_free(s->routes[i].expert);
         if (s->routes) clb_zeroed_free(s->routes[i].weight);
     }
@@ -121,11 +129,12 @@ int32_t clb_session_restore(clb_session *s, int64_t length, int64_t mtp_length,
     return CLB_OK;
 }
 
-float *clb_session_cache(clb_session *s, int32_t layer, int32_t kind, int64_t *width) {
-    const clb_config *c = &s->model->config;
-    *width = kind == CLB_CACHE_KV ? c->kv_lora + c->rope : c->index_dim;
+void *clb_session_cache(clb_session *s, int32_t layer, int32_t kind, int64_t *width) {
+    *width = 0;
     if (layer < 0 || layer >= s->model->layer_count) return NULL;
-    return kind == CLB_CACHE_KV ? s->kv[layer] : s->index_keys[layer];
+    const clb_cache *cache = kind == CLB_CACHE_KV ? &s->kv[layer] : &s->index_keys[layer];
+    *width = cache->width;
+    return cache->rows;
 }
 
 const int32_t *clb_session_experts(const clb_session *s, int32_t layer) {

@@ -149,7 +149,10 @@ class Reference:
     [S, K], and `margin` the smallest distance so far between a choice and the first one not made.
     """
 
-    def __init__(self, config: SimpleNamespace, get: Callable[[str], Matrix], math=None):
+    def __init__(
+        self, config: SimpleNamespace, get: Callable[[str], Matrix], math=None, kv_dtype=None
+    ):
+        self.kv_dtype = kv_dtype  # what the caches are rounded to, if not the arithmetic's own
         self.config, self.get, self.math = config, cache(get), math or Float64()
         self.length = self.mtp_length = 0
         self.kv: dict[int, np.ndarray] = {}  # layer -> [rows, L + R]
@@ -180,6 +183,8 @@ class Reference:
 
     def store(self, cache: dict[int, np.ndarray], layer: int, rows: np.ndarray, first: int):
         """Puts rows at positions first.. of a cache, forgetting whatever was there or beyond."""
+        if self.kv_dtype:
+            rows = rows.astype(self.kv_dtype).astype(rows.dtype)
         old = cache.get(layer, rows[:0])
         cache[layer] = np.concatenate([old[:first], rows])
 

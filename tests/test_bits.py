@@ -26,15 +26,15 @@ from colibri.formats import Format
 from colibri.layout import Formats
 from colibri.model import Model, available_isas
 from colibri.quantize import encode
-from colibri.session import Session
+from colibri.session import KV_DTYPES, Session
 
-# Formats of the experts, the dense part, the MTP layer, embedding and head.
+# Formats of the experts, the dense part, the MTP layer, embedding and head; and of the caches.
 MIXES = (
-    ("f32", "f32", "f32", "f32"),
-    ("int4-g64", "int8", "int8", "int8"),
-    ("int8-g32-f32", "int4-g8", "bf16", "f16"),
-    ("int3-g64", "f16", "int4-f32", "int4-g64"),
-    ("int2", "int3-g64", "int2", "bf16"),
+    ("f32", "f32", "f32", "f32", "f32"),
+    ("int4-g64", "int8", "int8", "int8", "f16"),
+    ("int8-g32-f32", "int4-g8", "bf16", "f16", "f32"),
+    ("int3-g64", "f16", "int4-f32", "int4-g64", "f16"),
+    ("int2", "int3-g64", "int2", "bf16", "f32"),
 )
 ROWS = 10  # more than index_topk
 
@@ -69,12 +69,14 @@ def public(case: str, experts: str, dense: str, directory: Path) -> Container:
     return Container.open(directory / "public")
 
 
-def pair(container: Container, isa: str | None = None) -> tuple[Session, Reference]:
+def pair(
+    container: Container, isa: str | None = None, kv_dtype: str = "f32"
+) -> tuple[Session, Reference]:
     """The engine and the reference on one container."""
-    session = Session(Model.open(container, isa=isa), 64, 32)
+    session = Session(Model.open(container, isa=isa), 64, 32, kv_dtype=kv_dtype)
     session.capture(True)
     config = read_config(container.directory)
-    return session, Reference(config, getter(container), Lanes())
+    return session, Reference(config, getter(container), Lanes(), KV_DTYPES[kv_dtype])
 
 
 def assert_same(a: np.ndarray, b: np.ndarray, what: str) -> None:
@@ -85,14 +87,21 @@ def assert_same(a: np.ndarray, b: np.ndarray, what: str) -> None:
     assert not differ, f"{what}: {differ} of {a.size} differ, by {oracle.worst(a, b):.1e}"
 
 
+def floats(session: Session, layer: int, kind: str, rows: int) -> np.ndarray:
+    """The first rows of a cache, as float32."""
+    cache = session.cache(layer, kind)
+    assert cache.dtype == KV_DTYPES[session.kv_dtype]
+    return cache[:rows].astype(np.float32)
+
+
 def assert_caches(session: Session, reference: Reference) -> None:
     """Key, value and index caches, and the choices made from them, of every layer."""
     for layer, sets in reference.sets.items():
         length = session.length if layer < reference.config.num_hidden_layers else len(sets)
-        kv = session.cache(layer, "kv")
-        assert_same(kv[: len(reference.kv[layer])], reference.kv[layer], f"layer {layer} kv")
+        kv = floats(session, layer, "kv", len(reference.kv[layer]))
+        assert_same(kv, reference.kv[layer], f"layer {layer} kv")
         if layer in reference.keys:
-            keys = session.cache(layer, "index")[: len(reference.keys[layer])]
+            keys = floats(session, layer, "index", len(reference.keys[layer]))
             assert_same(keys, reference.keys[layer], f"layer {layer} index keys")
         if layer == reference.config.num_hidden_layers:
             continue
@@ -125,7 +134,7 @@ def compare(session: Session, reference: Reference, ids: list[int], parts: list[
         assert_same(logits, expected, f"draft step {step} logits")
         assert_same(state, expected_state, f"draft step {step} hidden")
     assert_same(
-        session.cache(reference.config.num_hidden_layers, "kv")[: len(ids)],
+        floats(session, reference.config.num_hidden_layers, "kv", len(ids)),
         reference.kv[reference.config.num_hidden_layers][: len(ids)],
         "MTP cache",
     )
@@ -134,7 +143,7 @@ def compare(session: Session, reference: Reference, ids: list[int], parts: list[
 @pytest.mark.parametrize("mix", MIXES, ids="/".join)
 def test_every_format(mix, tmp_path):
     """Widths that fill no block: logits, hiddens, caches, choices and drafts, bit for bit."""
-    session, reference = pair(converted("ragged", mix, tmp_path))
+    session, reference = pair(converted("ragged", mix[:4], tmp_path), kv_dtype=mix[4])
     compare(session, reference, oracle.load("ragged").ids[:ROWS].tolist(), [7, 1, 2])
 
 

@@ -330,6 +330,21 @@ def test_rotary_angles(position, seed):
     assert np.abs(found - exact).max() <= 2.0**-25 * 1.001
 
 
+@isas
+def test_floats_in_two_bytes(isa):
+    """Every float of 16 bits, the middles between two, and their neighbours, as NumPy rounds them."""
+    halves = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(f32)
+    halves[-1] = 65536  # where the next one would be
+    middles = (halves[1:] + halves[:-1]) / 2
+    near = np.concatenate([halves, middles, *(np.nextafter(middles, f32(to)) for to in (0, 1e9))])
+    x = np.concatenate([near, -near, np.array([3e38, np.inf, -np.inf, 1e-45], f32)])
+    found = numerics(isa, lib.CLB_TEST_TO_F16, x).view(np.uint16)[: len(x)]
+    with np.errstate(over="ignore"):
+        assert np.array_equal(found, x.astype(np.float16).view(np.uint16))
+    (bits, *_) = numerics(isa, lib.CLB_TEST_TO_F16, np.array([np.nan], f32)).view(np.uint16)
+    assert np.isnan(bits.view(np.float16))
+
+
 # --- the same source elsewhere ------------------------------------------------------------------
 
 

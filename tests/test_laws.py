@@ -56,10 +56,10 @@ def caches(session: Session) -> tuple[bytes, ...]:
 class Fork:
     """A session that can run the same tokens again and again from the same BEFORE rows."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, kv_dtype: str = "f32") -> None:
         ids = tokens(model, BEFORE + max(ROWS))
         self.ids = ids[BEFORE:]
-        self.session = Session(model, CONTEXT, max(ROWS))
+        self.session = Session(model, CONTEXT, max(ROWS), kv_dtype=kv_dtype)
         self.session.prefill(ids[:BEFORE])
         self.last = self.session.last_hidden.copy()
 
@@ -129,6 +129,16 @@ def test_every_chunking(models):
     expected = fork.run(ways[0])
     for way in ways:
         assert fork.run(way) == expected, way
+
+
+def test_caches_in_f16(models):
+    """They are half as large, give other bits than f32, and the same for any chunks and threads."""
+    forks = [Fork(models(threads), "f16") for threads in THREADS]
+    outcomes = {fork.run(way) for fork in forks for way in ((9,), (1, 3, 5), (1,) * 9)}
+    exact = Fork(models(1)).run((9,))
+    assert len(outcomes) == 1 and exact not in outcomes
+    (found,) = outcomes
+    assert [2 * len(rows) for rows in found.caches] == [len(rows) for rows in exact.caches]
 
 
 def test_threads(models):

@@ -241,10 +241,10 @@ static void check_quantize(const clb_kernels *t, const float *x, int64_t n) {
     }
 }
 
-enum { FUNCTIONS = 13 };
+enum { FUNCTIONS = 14 };
 static const char *const function_names[FUNCTIONS] = {
     "dot", "axpy", "scale", "add", "rmsnorm", "layernorm", "softmax", "sigmoid", "swiglu", "rope",
-    "index_scores", "dots", "axpys"};
+    "index_scores", "dots", "to_f16", "axpys"};
 
 /* out [n + 1]: what function number f makes of a, b, c [n] each. */
 static void apply(const clb_kernels *t, int f, const float *a, const float *b, const float *c,
@@ -262,7 +262,7 @@ static void apply(const clb_kernels *t, int f, const float *a, const float *b, c
     case 7: t->sigmoid(out, n, out); break; /* in place */
     case 8: t->swiglu(a, b, n, out); break;
     case 9: t->rope(out, b, n / 2); break;
-    case 10: t->index_scores(a, b, 5, n / 5, c, 0, n / 5 ? 5 : 0, out); break; /* five of each */
+    case 10: t->index_scores(a, b, 5, n / 5, c, n / 5 ? 5 : 0, out); break; /* five of each */
     case 11: {
         const float *x[7];
         for (int i = 0; i < 7; i++)
@@ -270,6 +270,7 @@ static void apply(const clb_kernels *t, int f, const float *a, const float *b, c
         t->dots(x, n / 7 ? 7 : 0, b, n / 7, out);
         break;
     }
+    case 12: t->to_f16(a, n, (uint8_t *)out); break;
     default: { /* both vectors, shifted, as seven of half the length */
         const float *x[7] = {b, c, b + 1, c + 1, b + 2, c + 2, b};
         t->axpys(c, x, n > 7 ? 7 : 0, out, n / 2);
