@@ -98,7 +98,8 @@ def _require_session(settings: Settings, state: "State", name: str) -> None:
     from colibri.tokenizer import Tokenizer
 
     directory = model_directory(settings)
-    saved = Saved(state, name, Container.open(directory), Tokenizer.load(directory).digest)
+    digest = Tokenizer.load(directory).digest
+    saved = Saved(state, name, Container.open(directory), digest, settings.kv_dtype)
     try:
         if saved.exists:
             saved.open()

@@ -9,7 +9,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ class Doctor:
         if self.container is None:
             return _skipped("fit")
         shape = of_container(self.container, self.settings.mtp and self.settings.draft != 0)
+        shape = replace(shape, kv_dtype=self.settings.kv_dtype)
         forecaster = Forecaster(shape, Speeds(1, 1e10, 1e9))
         budget = memory.budget(self.settings.ram, self.root).bytes
         io = self.settings.io

@@ -118,7 +118,7 @@ class Engine:
         container = Container.open(model_directory(settings), directories(settings.mirror))
         mtp = settings.mtp and container.has_mtp and settings.draft != 0
         memory = budget(settings.ram)
-        size = context.choose(container, mtp, settings.context, memory)
+        size = context.choose(container, mtp, settings.context, memory, settings.kv_dtype)
         model = Model.open(
             container,
             threads=settings.threads or physical_cores(),
@@ -145,7 +145,7 @@ class Engine:
         """Shorten a context that nobody asked for to what fits."""
 
         def demand(size: int) -> Demand:
-            session = Session(self.model, size, self._rows)
+            session = self._session(size, self._rows)
             return replace(self.demand(), caches=session.bytes, scratch=session.scratch.bytes)
 
         size, io = self.context, self.settings.io
@@ -163,7 +163,7 @@ class Engine:
         """Steps of more rows, where there is memory for them."""
 
         def taken(rows: int) -> int:
-            session = Session(self.model, self.context, rows)
+            session = self._session(self.context, rows)
             return session.bytes * self.conversations + session.scratch.bytes
 
         least, room = self._rows, memory.bytes - self.demand().dense - RESERVE
@@ -223,7 +223,10 @@ class Engine:
 
     def new_slot(self) -> Slot:
         """Room for another conversation."""
-        return Slot(Session(self.model, self.context, self._rows, self._scratch))
+        return Slot(self._session(self.context, self._rows, self._scratch))
+
+    def _session(self, context: int, rows: int, scratch: Scratch | None = None) -> Session:
+        return Session(self.model, context, rows, scratch, self.settings.kv_dtype)
 
     # ---- prompts ----------------------------------------------------------------------------
 
@@ -288,7 +291,10 @@ class Engine:
             if self.context == most:
                 raise ContextFull(fault, "This model has no larger one", "; shorten the prompt")
             if self._short_of_memory:
-                raise ContextFull(fault, "There is memory for no more; free some or raise --ram")
+                less = ", or use --kv-dtype f16" if self.settings.kv_dtype == "f32" else ""
+                raise ContextFull(
+                    fault, f"There is memory for no more; free some, raise --ram{less}"
+                )
             raise ContextFull(fault, f"--ctx raises it, to {most} at most")
 
     def speculation(

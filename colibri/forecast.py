@@ -16,7 +16,7 @@ from colibri.context import MOST, default
 from colibri.errors import UsageError
 from colibri.locality import TEXT, Locality
 from colibri.memory import RESERVE
-from colibri.model import PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
+from colibri.model import KEY_TILE, PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
 from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
 from colibri.segments import distinct
@@ -272,7 +272,7 @@ class Forecaster:
         scored = position if shape.selecting and position > config.index_topk else 0
         index = shape.selecting * scored * config.index_head_dim
         products += index * config.index_n_heads
-        nbytes = 4 * (config.num_hidden_layers * keys * width + index)
+        nbytes = shape.kv_bytes * (config.num_hidden_layers * keys * width + index)
         rate = self.speeds.multiply(ABSORBED, 1)
         seconds = nbytes / self.speeds.memory
         return max(seconds, products / rate) if rate else seconds
@@ -294,7 +294,9 @@ def scratch_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     shared = config.moe_intermediate_size * config.n_shared_experts
     inner = max(config.intermediate_size, shared)
     floats = n * (config.q_lora_rank + heads * (config.qk_head_dim + config.v_head_dim))
-    floats += ROW_BLOCK * heads * (config.kv_lora_rank + config.qk_rope_head_dim)
+    key = config.kv_lora_rank + config.qk_rope_head_dim
+    floats += ROW_BLOCK * heads * key
+    floats += (n + KEY_TILE * threads) * max(key, config.index_head_dim)
     floats += n * config.index_n_heads * (config.index_head_dim + 1) + ROW_BLOCK * context
     floats += n * min(config.index_topk, context)
     floats += 10 * threads * context  # 8-byte order, scores of 8 heads

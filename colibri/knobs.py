@@ -193,6 +193,9 @@ KNOBS = (
     Knob("context", "--ctx", Number(16, 1 << 24, whole=True),
          "Tokens the context holds, prompt and answer together.",
          "up to 32768, less where the model's limit or memory says so", MACHINE, also=("CTX",)),
+    Knob("kv_dtype", "--kv-dtype", Choice(("f32", "f16")),
+         "Numbers in the caches: f16 takes half of a context's memory, and rounds each to 11 bits.",
+         "f32", MACHINE),
     Knob("ram", "--ram", Size(),
          "Memory for dense weights, caches and experts together; the run is refused when the first "
          "two need more, with --io buffered or direct also when not one expert a layer fits beside "
@@ -310,6 +313,7 @@ class Settings:
     effort: str | None = None
     raw: bool = False
     context: int | None = None
+    kv_dtype: str = "f32"
     ram: int | None = None
     io: str = "auto"
     mirror: str | None = None

@@ -28,6 +28,7 @@ _PILOT = {
 }
 WAITING: int = lib.CLB_WAITING  # hidden states kept beside a step's, for the MTP cache
 ROW_BLOCK: int = lib.CLB_ROW_BLOCK  # what bounds a session's scratch
+KEY_TILE: int = lib.CLB_KEY_TILE
 PAIR_BLOCK: int = lib.CLB_PAIR_BLOCK
 PILOT_SLOTS: int = lib.CLB_PILOT_SLOTS  # slots of the main layers that a pilot adds
 _ERRORS = {lib.CLB_CANCELLED: Cancelled, lib.CLB_FULL: ContextFull}

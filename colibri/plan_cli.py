@@ -110,6 +110,7 @@ def plan_tree(
     where, trace = locality.TEXT, options["trace"]
     if trace:
         where = locality.of_trace(Trace.load(trace), trace.name, replayed)
+    shape = replace(shape, kv_dtype=settings.kv_dtype)
     forecaster = Forecaster(shape, _speeds(settings, options, shape, container), where)
     return report(forecaster, budget(settings.ram), settings.context, settings.io)
 

@@ -334,7 +334,9 @@ class Repl:
         )
 
     def _saved_as(self, name: str) -> Saved:
-        return Saved(self._state, name, self.engine.container, self.engine.tokenizer.digest)
+        engine = self.engine
+        digest, kv_dtype = engine.tokenizer.digest, engine.settings.kv_dtype
+        return Saved(self._state, name, engine.container, digest, kv_dtype)
 
     def _switch(self, other: Saved) -> None:
         if self.saved and self.saved is not other:

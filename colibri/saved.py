@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,7 @@ import numpy as np
 from colibri.container import Container
 from colibri.errors import StateError, UsageError
 from colibri.info import info_of
-from colibri.session import Session, common_prefix
+from colibri.session import KV_DTYPES, Session, common_prefix
 from colibri.state import (
     PARTIAL,
     State,
@@ -55,18 +55,23 @@ class Identity:
     tokenizer: str
     directory: str
     holds: str
+    kv_dtype: str = "f32"
 
     @classmethod
-    def of(cls, container: Container, tokenizer: str) -> "Identity":
+    def of(cls, container: Container, tokenizer: str, kv_dtype: str) -> "Identity":
         """Of an open container and the digest of the tokenizer that was opened with it."""
         directory = str(container.directory.resolve())
         formats = {part.name: part.formats for part in info_of(container).parts if part.formats}
         holds = ", ".join(f"{formats[name][0]} {name}" for name in ("experts", "attention"))
-        return cls(container.fingerprint, tokenizer, directory, holds)
+        return cls(container.fingerprint, tokenizer, directory, holds, kv_dtype)
 
     def same(self, other: "Identity") -> bool:
         """Whether the same caches come out; where the files lie does not matter."""
-        return (self.fingerprint, self.tokenizer) == (other.fingerprint, other.tokenizer)
+        return (self.fingerprint, self.tokenizer, self.kv_dtype) == (
+            other.fingerprint,
+            other.tokenizer,
+            other.kv_dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class CacheId:
-    """Which cache of a session: "kv" or "index" of a layer, f32 [context, width]."""
+    """Which cache of a session: "kv" or "index" of a layer, [context, width]."""
 
     layer: int
     kind: str
@@ -143,13 +148,20 @@ def directory_of(state: State, name: str) -> Path:
 class Saved:
     """One saved conversation, locked while it is open: nobody else may write it.
 
-    It belongs to `container` and to `tokenizer`, the `digest` of one.
+    It belongs to `container`, to `tokenizer`, the `digest` of one, and to caches of `kv_dtype`.
     """
 
-    def __init__(self, state: State, name: str, container: Container, tokenizer: str) -> None:
+    def __init__(
+        self,
+        state: State,
+        name: str,
+        container: Container,
+        tokenizer: str,
+        kv_dtype: str = "f32",
+    ) -> None:
         self.name = name
         self.directory = directory_of(state, name)
-        self._identity = Identity.of(container, tokenizer)
+        self._identity = Identity.of(container, tokenizer, kv_dtype)
         self._lock_file: BinaryIO | None = None
         self.document: Document | None = None
 
@@ -185,6 +197,11 @@ class Saved:
 
     def _mismatch(self, other: Identity) -> str:
         mine = self._identity
+        if replace(other, kv_dtype=mine.kv_dtype).same(mine):
+            return (
+                f"session {self.name!r} has caches in {other.kv_dtype}: open it with --kv-dtype "
+                f"{other.kv_dtype}, or choose another name"
+            )
         what = "another tokenizer" if other.fingerprint == mine.fingerprint else "another container"
         return (
             f"session {self.name!r} belongs to {what}: {other.directory} ({other.holds}, "
@@ -297,7 +314,8 @@ class Saved:
             with path.open("rb", buffering=0) as file:
                 for which in order:
                     first, last = segment.mtp if which.mtp else segment.main
-                    for rows in _targets(caches.get(which), first, last, which.width):
+                    width = which.width * KV_DTYPES[self._identity.kv_dtype].itemsize
+                    for rows in _targets(caches.get(which), first, last, width):
                         _fill(file, rows)
                         digest.update(rows)
                 whole = not file.read(1) and digest.hexdigest() == segment.checksum
@@ -320,12 +338,13 @@ def _caches(session: Session) -> dict[CacheId, np.ndarray]:
 
 
 def _targets(cache: np.ndarray | None, first: int, last: int, width: int) -> Iterator[memoryview]:
-    """Buffers for rows [first, last): the cache's own, and a scratch one for rows without place."""
+    """Buffers for rows [first, last) of `width` bytes: the cache's own, and a scratch one for rows
+    without place."""
     held = first if cache is None else max(first, min(last, len(cache)))
     if cache is not None and held > first:
         yield memoryview(cache[first:held]).cast("B")
     if last > held:
-        yield memoryview(bytearray((last - held) * width * 4))
+        yield memoryview(bytearray((last - held) * width))
 
 
 def _fill(file: BinaryIO, rows: memoryview) -> None:
@@ -351,5 +370,6 @@ def names(state: State) -> list[tuple[str, str]]:
 def _wasteful(
     segments: list[Segment], caches: dict[CacheId, np.ndarray], length: int, mtp_length: int
 ) -> bool:
-    live = sum(4 * which.width * (mtp_length if which.mtp else length) for which in caches)
+    rows = {which: mtp_length if which.mtp else length for which in caches}
+    live = sum(rows[which] * cache[0].nbytes for which, cache in caches.items())
     return len(segments) >= SEGMENTS or sum(s.nbytes for s in segments) > 2 * live

@@ -24,6 +24,7 @@ from colibri.inventory import (
 from colibri.layout import Formats, matrix_shape, plan_shards, record_layout
 from colibri.paths import expanded
 from colibri.probe import ABSORBED
+from colibri.session import KV_DTYPES
 from colibri.strictjson import parse_object
 
 _GLM_5: dict[str, Any] = {
@@ -87,7 +88,7 @@ class Shape:
 
     `dense` is everything there but routed experts; `resident` the bytes that loading reads into
     memory, `files` those on disk. `expert` is one routed expert of a main layer, `mtp_expert` one
-    of the MTP layer's. With `mtp` False that layer is left on disk.
+    of the MTP layer's. With `mtp` False that layer is left on disk. `kv_dtype`: what caches hold.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Shape:
     selecting: int  # main layers that score the context; 0: attention is dense everywhere
     mtp_selecting: int
     mtp: bool
+    kv_dtype: str = "f32"
 
     @property
     def sparse_layer_count(self) -> int:
@@ -115,11 +117,17 @@ class Shape:
         return self.config.num_hidden_layers + self.mtp
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of one number in the caches."""
+        return KV_DTYPES[self.kv_dtype].itemsize
+
+    @property
     def token_bytes(self) -> int:
         """Cache bytes of one token."""
         config = self.config
         width = self.layers * (config.kv_lora_rank + config.qk_rope_head_dim)
-        return 4 * (width + (self.selecting + self.mtp_selecting) * config.index_head_dim)
+        width += (self.selecting + self.mtp_selecting) * config.index_head_dim
+        return width * self.kv_bytes
 
 
 def of_container(container: Container, mtp: bool = True) -> Shape:

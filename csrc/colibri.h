@@ -127,7 +127,8 @@ typedef struct clb_counters {
    model that ask for no more may share it: one step runs at a time. It outlives them. */
 typedef struct clb_scratch clb_scratch;
 enum {
-    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once */
+    CLB_ROW_BLOCK = 32,  /* rows that attention takes at once, */
+    CLB_KEY_TILE = 32,   /* and keys: they stay in the second-level cache for a group of heads */
     CLB_PAIR_BLOCK = 64, /* (row, expert) pairs computed at once, or a step's rows if more */
 };
 int32_t clb_scratch_new(clb_model *model, int64_t context, int64_t max_rows, clb_scratch **scratch,

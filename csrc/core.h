@@ -18,7 +18,6 @@ enum {
     CLB_MAX_LAYERS = 512,
     CLB_MAX_EXPERTS = 4096,
     CLB_HEAD_GROUP = 8, /* heads that share one walk over the keys */
-    CLB_KEY_TILE = 32,  /* keys that all heads of a group visit together: they stay in L2 */
     CLB_ROW_TILE = 8,   /* rows of kv_b dequantised together: they stay in L1 */
 };
 

@@ -172,7 +172,7 @@ def test_more_memory_than_there_is(monkeypatch):
 def test_a_context_that_memory_cut_short(engine):
     """Who asked for no context is sent for memory, who did is told how far --ctx goes."""
     short = Engine.open(Settings.resolve({"ram": "101M", "threads": "1", "io": "direct"}, {}))
-    with pytest.raises(ContextFull, match="memory for no more; free some or raise --ram"):
+    with pytest.raises(ContextFull, match="no more; free some, raise --ram, or use --kv-dtype f16"):
         short.require_room(1000)
     small = Engine.open(Settings.resolve({"context": "64", "threads": "1"}, {}))
     with pytest.raises(ContextFull, match="--ctx raises it, to 1024 at most"):

@@ -55,6 +55,7 @@ def test_glm_sizes(glm):
     assert round(glm.files / GB) == 414 and glm.expert.total == RECORD
     assert glm.sparse_layer_count * glm.config.num_experts_per_tok == 600
     assert glm.token_bytes == 4 * (79 * 576 + 22 * 128) == 193_280
+    assert replace(glm, kv_dtype="f16").token_bytes == 193_280 // 2
     assert glm.head.total == 154880 * (6144 + 2)
     forecast = Forecaster(glm, SLOW).forecast(64 * GIB, 4096, 8192)
     assert forecast.cold_bytes == 600 * RECORD == 12_032_409_600
@@ -105,10 +106,10 @@ def test_slow_products_are_the_limit(demo_container):
 
 def test_bytes_of_a_session(demo_container):
     """What caches and scratch take is known within three percent without making them."""
-    for context in (128, 1024):
-        settings = Settings.resolve({"threads": "1", "context": str(context)}, {})
-        engine = Engine.open(settings)
-        session, shape = engine.slot.session, of_container(demo_container)
+    for context, dtype in ((128, "f32"), (1024, "f32"), (1024, "f16")):
+        flags = {"threads": "1", "context": str(context), "kv_dtype": dtype}
+        session = Engine.open(Settings.resolve(flags, {})).slot.session
+        shape = replace(of_container(demo_container), kv_dtype=dtype)
         caches = cache_bytes(shape, context, session.max_rows)
         assert caches == pytest.approx(session.bytes, rel=0.03)
         scratch = scratch_bytes(shape, context, 1, session.max_rows)

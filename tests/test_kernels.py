@@ -332,7 +332,7 @@ def test_rotary_angles(position, seed):
 
 @isas
 def test_floats_in_two_bytes(isa):
-    """Every float of 16 bits, the middles between two, and their neighbours, as NumPy rounds them."""
+    """Every float of 16 bits, the middles between two, and their neighbours round as in NumPy."""
     halves = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(f32)
     halves[-1] = 65536  # where the next one would be
     middles = (halves[1:] + halves[:-1]) / 2

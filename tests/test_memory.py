@@ -10,6 +10,7 @@ import pytest
 from colibri import context
 from colibri.errors import UsageError
 from colibri.memory import RESERVE, Budget, available, budget, physical_cores
+from colibri.session import KV_DTYPES, Session
 
 GIB = 1 << 30
 V1_NO_LIMIT = 9223372036854771712
@@ -203,11 +204,10 @@ def test_unknown_topology(root, monkeypatch):
 
 def test_cache_bytes_are_the_cores(demo_container, demo_model):
     """The caches take what context.py says: between two sizes, the core's own count differs so."""
-    from colibri.session import Session
-
-    small, large = (Session(demo_model, size, 8) for size in (128, 256))
-    each = context.token_bytes(demo_container, True)
-    assert each * 128 <= large.bytes - small.bytes <= each * 128 * 1.2
+    for dtype in KV_DTYPES:
+        small, large = (Session(demo_model, size, 8, kv_dtype=dtype) for size in (128, 256))
+        each = context.token_bytes(demo_container, True, dtype)
+        assert each * 128 <= large.bytes - small.bytes <= each * 128 * 1.2
     weights = context.dense_bytes(demo_container, True)
     assert weights == pytest.approx(demo_model.dense_bytes, rel=0.02)
 

@@ -47,11 +47,16 @@ def session(demo_model) -> Session:
     return session
 
 
+def place_of(state: State, session: Session, name: str = "it") -> Saved:
+    """Where a session of this kind is saved under this name."""
+    return Saved(state, name, session.model.container, DIGEST, session.kv_dtype)
+
+
 def again(state: State, session: Session, name: str = "it", context: int = 256) -> Session:
     """A new session filled from what was saved."""
-    place = Saved(state, name, session.model.container, DIGEST)
+    place = place_of(state, session, name)
     assert place.open() is not None
-    fresh = Session(session.model, context)
+    fresh = Session(session.model, context, kv_dtype=session.kv_dtype)
     place.restore(fresh)
     place.close()
     return fresh
@@ -71,7 +76,7 @@ def caches(session: Session) -> bytes:
 
 def save(state: State, session: Session, name: str = "it") -> Saved:
     """Save once, and let go."""
-    place = Saved(state, name, session.model.container, DIGEST)
+    place = place_of(state, session, name)
     place.open()
     place.save(session, {"said": "so"})
     place.close()
@@ -224,6 +229,23 @@ def test_another_container_is_refused_by_name(state, tmp_path):
     for part in ("'it'", "another container", "/int8 (int8", "/int4-g32 (int4-g32", "another name"):
         assert part in str(error.value)
     assert again(state, sessions["int8"]).tokens == [5, 6, 7]
+
+
+def test_caches_in_f16(state, session):
+    """They come back as they were, in half the bytes, and to no session in f32."""
+    half = Session(session.model, 256, kv_dtype="f16")
+    half.prefill(TOKENS)
+    whole, halved = save(state, session, "whole"), save(state, half, "half")
+    sizes = [place.document.segments[0].nbytes for place in (whole, halved)]
+    assert sizes[0] == 2 * sizes[1]
+    assert caches(again(state, half, "half")) == caches(half) != caches(session)
+    small = Session(session.model, 16, kv_dtype="f16")
+    halved.open()
+    with pytest.raises(StateError, match="the context holds 16"):
+        halved.restore(small)
+    halved.close()
+    with pytest.raises(StateError, match="caches in f16: open it with --kv-dtype f16"):
+        place_of(state, session, "half").open()
 
 
 def test_another_tokenizer_is_refused(state, session):

@@ -242,9 +242,9 @@ def test_a_policy_at_rest_is_not_asked():
 # ---- on the demo model --------------------------------------------------------------------------
 
 
-def decode(model, ids, make, depth, params, mode, count=96, context=512):
+def decode(model, ids, make, depth, params, mode, count=96, context=512, kv_dtype="f32"):
     """A turn of the demo model: its tokens and ledger."""
-    session = Session(model, context, 64)
+    session = Session(model, context, 64, kv_dtype=kv_dtype)
     logits, ledger = session.prefill(ids), Ledger()
     sampler = Sampler(params, model.config.vocab_size)
     limits = Limits(count, frozenset(model.config.eos_token_ids))
@@ -280,6 +280,15 @@ def test_the_text_is_the_same_with_any_drafting(demo_model, prompt, way):
         assert found == expected, (name, depth)
         if name == "mtp" and depth:
             assert sum(ledger.accepted) > len(found) // 4
+
+
+def test_drafts_are_as_good_with_caches_in_f16(demo_model, prompt):
+    """The text is the same with drafts and without, and most of them stand."""
+    plain, _ = decode(demo_model, prompt, None, None, GREEDY, "rejection", kv_dtype="f16")
+    text, ledger = decode(
+        demo_model, prompt, MtpDrafter, Fixed(3), GREEDY, "rejection", kv_dtype="f16"
+    )
+    assert text == plain and sum(ledger.accepted) > len(text) // 2
 
 
 @pytest.mark.parametrize("mode", ["rejection", "probabilistic"])
