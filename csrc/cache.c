@@ -13,11 +13,9 @@ void clb_cache_put(const clb_kernels *k, const clb_cache *cache, int64_t positio
     else memcpy(row, key, (size_t)clb_cache_row_bytes(cache));
 }
 
-const float *clb_cache_rows(const clb_kernels *k, const clb_cache *cache, int64_t first, int64_t n,
-                            float *room) {
-    if (cache->format == CLB_F32) return (const float *)cache->rows + first * cache->width;
+void clb_cache_widen(const clb_kernels *k, const clb_cache *cache, int64_t first, int64_t n,
+                     float *out) {
     const clb_matrix stored = {.format = CLB_F16, .cols = cache->width, .data = cache->rows,
                                .row_bytes = clb_cache_row_bytes(cache)};
-    k->dequantize(&stored, first, n, room);
-    return room;
+    k->dequantize(&stored, first, n, out);
 }

@@ -239,9 +239,16 @@ int64_t clb_cache_row_bytes(const clb_cache *cache);
 /* key: [width], rounded to what the cache holds. */
 void clb_cache_put(const clb_kernels *k, const clb_cache *cache, int64_t position,
                    const float *key);
-/* Keys [first, first + n) as floats [n][width]: in the cache itself, or widened into room. */
-const float *clb_cache_rows(const clb_kernels *k, const clb_cache *cache, int64_t first, int64_t n,
-                            float *room);
+/* Keys [first, first + n) of a cache in f16, as floats [n][width]. */
+void clb_cache_widen(const clb_kernels *k, const clb_cache *cache, int64_t first, int64_t n,
+                     float *out);
+/* The same of any cache: where they lie in it, or widened into room. */
+static inline const float *clb_cache_rows(const clb_kernels *k, const clb_cache *cache,
+                                          int64_t first, int64_t n, float *room) {
+    if (cache->format == CLB_F32) return (const float *)cache->rows + first * cache->width;
+    clb_cache_widen(k, cache, first, n, room);
+    return room;
+}
 
 /* ---- pass.c --------------------------------------------------------------------------------- */
 
