@@ -25,16 +25,16 @@ from colibri.inventory import PROJECTIONS, expert_name
 from colibri.memory import physical_cores
 from colibri.model import Model
 from colibri.score import score_ids
-from colibri.session import Session
+from colibri.session import KV_DTYPES, Session
 from colibri.tokenizer import Tokenizer
 
 FORMATS = "int8,int4-g32,int4-g64,int4-g64-f32,int4-g128,int4,int3-g64"
 
 
-def nats(directory: Path, documents: list[list[int]]) -> tuple[float, int]:
+def nats(directory: Path, documents: list[list[int]], kv_dtype: str) -> tuple[float, int]:
     """Nats and tokens over all documents, each by itself."""
     model = Model.open(Container.open(directory), threads=physical_cores(), mtp=False)
-    session = Session(model, max(map(len, documents)))
+    session = Session(model, max(map(len, documents)), kv_dtype=kv_dtype)
     found = [score for ids in documents for score in score_ids(session, [], ids)]
     return math.fsum(found), len(found)
 
@@ -63,11 +63,12 @@ def main() -> int:
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--other", default="int8", help="everything but the experts")
     parser.add_argument("--source", type=Path, help="what is converted; default: the checkpoint")
+    parser.add_argument("--kv-dtype", default="f32", choices=KV_DTYPES, help="what caches hold")
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.checkpoint)
     lines = args.text.read_text().splitlines()[: args.documents]
     documents = [tokenizer.encode_template(line.replace("\0", "\n")) for line in lines]
-    base, count = nats(args.checkpoint, documents)
+    base, count = nats(args.checkpoint, documents, args.kv_dtype)
     print(f"{args.checkpoint}: {count} tokens, {base / count:.5f} nats a token")
     print("| experts | bits a weight | weight error | nats a token | more than the checkpoint |")
     print("|---|---|---|---|---|")
@@ -86,7 +87,7 @@ def main() -> int:
                 cols = source.config.hidden_size
                 bits = 8 * form.nbytes(1, cols) / cols
                 error = weight_error(source, Container.open(target))
-                found, _ = nats(target, documents)
+                found, _ = nats(target, documents, args.kv_dtype)
             row = f"{bits:.2f} | {error:.4f} | {found / count:.5f} | {(found - base) / count:+.5f}"
             print(f"| {text}{way} | {row} |", flush=True)
     return 0
