@@ -8,7 +8,7 @@ print(turn.receipt)
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -254,10 +254,12 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
         progress: Progress | None = None,
+        others: Callable[[], Iterable[Session]] = tuple,
     ) -> Turn:
         """A turn that has not begun; iterate it.
 
-        `max_tokens` None: as the settings say. ContextFull when the prompt leaves no room,
+        `max_tokens` None: as the settings say. `others`: of this engine's sessions, those whose
+        rows of the prompt may be copied. ContextFull when the prompt leaves no room,
         UsageError when it is empty, or for a limit below 1.
         """
         if not prompt.ids:
@@ -268,7 +270,7 @@ class Engine:
         slot = slot or self.slot
         self.require_room(len(prompt.ids))
         sampler = self._sampler(prompt, sampling or self.sampling)
-        return Turn(self, slot, prompt, sampler, limit, progress)
+        return Turn(self, slot, prompt, sampler, limit, progress, others)
 
     def _sampler(self, prompt: Prompt, params: SamplingParams) -> Sampler:
         tokenizer = self.tokenizer

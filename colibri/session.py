@@ -179,6 +179,32 @@ class Session:
         self.catch_up()
         return max(keep, 0)
 
+    def borrow(self, others: Iterable[Session], ids: Sequence[int]) -> None:
+        """Copy the rows that one of `others` holds of a prompt of which this session has fewer.
+
+        All are of one model and kv_dtype. A row depends on the tokens up to it and on nothing else,
+        so the copies are what a step would make. At least one token is left to run.
+        """
+        other = max(others, key=lambda other: other._lends(ids), default=self)
+        rows = other._lends(ids)
+        if rows <= self.length:
+            return
+        main, mtp = self.model.config.num_hidden_layers, self.model.has_mtp
+        for layer in range(self.model.layers):
+            first = self.length if layer < main else min(self.mtp_length, rows)
+            for kind in _KINDS:
+                cache, source = self.cache(layer, kind), other.cache(layer, kind)
+                if cache is not None and source is not None:
+                    cache[first:rows] = source[first:rows]
+        self.restore(ids[:rows], rows if mtp else 0)
+
+    def _lends(self, ids: Sequence[int]) -> int:
+        """Rows of a prompt that others can copy; hidden states stay, so each has its MTP row."""
+        shared = common_prefix(self.tokens, ids)
+        if self.model.has_mtp:
+            return min(shared - 1, self.mtp_length)
+        return min(shared, len(ids) - 1)
+
     def prefill(
         self,
         ids: Sequence[int],
@@ -195,27 +221,33 @@ class Session:
         ids: Sequence[int],
         prime: bool = True,
         progress: Callable[[int, int], None] | None = None,
+        others: Callable[[], Iterable[Session]] = tuple,
     ) -> Iterator[int]:
-        """Run a prompt in chunks of max_rows, yielding after each the number of rows done.
+        """Run a prompt in chunks of max_rows, yielding after each how many rows were run so far.
 
         After the last one `logits[0]` are the last row's. With `prime`, every row whose next token
         is known also enters the MTP cache, chunk by chunk. `progress(done, len(ids))` is called
-        after each chunk, and as its layers pass with the rows that so much work stands for.
+        after each chunk, and as its layers pass with the rows that so much work stands for. Before
+        each chunk this session may `borrow` from `others`, whose rows are not run again.
         """
         if len(ids) > self.context - self.length:
             raise ContextFull(
                 f"the prompt has {self.length + len(ids)} tokens, the context holds {self.context}"
             )
-        for start in range(0, len(ids), self.max_rows):
-            part = list(ids[start : start + self.max_rows])
-            done, last = start + len(part), start + len(part) == len(ids)
-            with self._reporting(progress, start, len(part), len(ids)):
+        begun, whole, ran = self.length, [*self.tokens, *ids], 0
+        while self.length < len(whole):
+            self.borrow(others(), whole)
+            part = whole[self.length : self.length + self.max_rows]
+            done = self.length + len(part)
+            last = done == len(whole)
+            with self._reporting(progress, self.length - begun, len(part), len(ids)):
                 self.step_all(part, "last" if last else "none")
             if prime:
-                self.catch_up(None if last else ids[done])
+                self.catch_up(None if last else whole[done])
             if progress:
-                progress(done, len(ids))
-            yield done
+                progress(done - begun, len(ids))
+            ran += len(part)
+            yield ran
 
     @contextmanager
     def _reporting(

@@ -13,6 +13,7 @@ from colibri.answer import MARK, REASONING, TEXT, Piece, Prompt, Splitter
 from colibri.errors import Cancelled
 from colibri.ledger import Ledger
 from colibri.sampling import Sampler
+from colibri.session import Session
 from colibri.speculation import Limits, spec_decode
 from colibri.stats import ERROR, INTERRUPTED, STOP, Receipt
 from colibri.verification import Mode
@@ -49,7 +50,7 @@ class Turn:
     """One answer. Iterating yields its pieces; afterwards `receipt` has the numbers.
 
     `steps` is the same in smaller bites, for whoever has other turns to run in between and tells
-    `waited` how long those took.
+    `waited` how long those took. What `others` have read of the prompt is copied.
 
     Cancelling ends the iteration within a layer of the core at most, with the finish reason
     "interrupted" and a session that holds the prompt so far and the tokens yielded.
@@ -63,6 +64,7 @@ class Turn:
         sampler: Sampler,
         max_tokens: int | None,
         progress: Progress | None,
+        others: Callable[[], Iterable[Session]] = tuple,
     ) -> None:
         self.engine = engine
         self.session = slot.session
@@ -72,9 +74,9 @@ class Turn:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.receipt: Receipt | None = None
-        self._progress = progress
+        self._progress, self._others = progress, others
         self._cancelled = False
-        self._read = 0  # prompt tokens run
+        self._read = self._reused = 0  # prompt tokens run, and those that were there already
         self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: [], MARK: []}
         self._splitter = Splitter(engine.tokenizer, prompt)
         self._ledger = Ledger()
@@ -131,10 +133,10 @@ class Turn:
             self.session.cancel()
         self._clock.begun = perf_counter()
         before = self.session.counters()
-        reused, between = 0, None
+        between = None
         try:
-            reused = self.session.reuse(self.prompt.ids)
-            for _ in self._prefill(self.prompt.ids[reused:]):
+            self._reused = self.session.reuse(self.prompt.ids)
+            for _ in self._prefill(self.prompt.ids[self._reused :]):
                 yield Step([], [])
             between = self.session.counters()
             with closing(self._decode(pause)) as blocks:
@@ -150,15 +152,15 @@ class Turn:
             raise
         finally:
             self.session.cancel(False)
-            self.receipt = self._settle(reused, before, between or self.session.counters())
+            self.receipt = self._settle(before, between or self.session.counters())
         yield Step([], self._show(splitter.finish()))
 
     def _prefill(self, ids: list[int]) -> Iterator[int]:
         tell = self._progress
         progress = tell and (lambda done, total: tell("reading the prompt", done, total))
-        for done in self.session.read(ids, progress=progress):
-            self._read = done
-            yield done
+        for ran in self.session.read(ids, progress=progress, others=self._others):
+            self._read, self._reused = ran, self.session.length - ran
+            yield ran
         self._clock.prefilled = perf_counter()
 
     def _decode(self, pause: bool) -> Generator[list[int], None, None]:
@@ -191,7 +193,7 @@ class Turn:
             self._pieces[piece.kind].append(piece.text)
         return shown
 
-    def _settle(self, reused: int, before: dict[str, int], between: dict[str, int]) -> Receipt:
+    def _settle(self, before: dict[str, int], between: dict[str, int]) -> Receipt:
         engine, clock = self.engine, self._clock
         after = self.session.counters()
         prefilled = clock.prefilled or perf_counter()
@@ -204,7 +206,7 @@ class Turn:
             load_seconds=engine.load_seconds,
             context=self.session.context,
             prompt_tokens=len(self.prompt.ids),
-            reused_tokens=reused,
+            reused_tokens=self._reused,
             prefill_tokens=self._read,
             prompt_seconds=prefilled - clock.begun - clock.waited,
             answer_tokens=len(self.token_ids),

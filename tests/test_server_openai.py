@@ -201,7 +201,9 @@ def test_forced_call(agent, client, monkeypatch):
     """A call that must be made is begun in the prompt; its name is the one asked for."""
     seen = []
     real = agent.engine.answer
-    monkeypatch.setattr(agent.engine, "answer", lambda p, *a: seen.append(p) or real(p, *a))
+    monkeypatch.setattr(
+        agent.engine, "answer", lambda p, *a, **k: seen.append(p) or real(p, *a, **k)
+    )
     rest = f"{tools.KEY}path{tools.KEY_END}{tools.VALUE}x{tools.VALUE_END}{tools.CLOSE}"
     choice = {"type": "function", "function": {"name": "search"}}
     with scripted(monkeypatch, agent, rest):

@@ -21,7 +21,7 @@ from colibri.server.refusal import Refusal
 from colibri.server.reply import Delta, Reply, Wish
 from colibri.server.scheduler import FairQueue, Job, Outcome, Scheduler
 from colibri.server.service import Service
-from colibri.session import Session, step_together
+from colibri.session import Session, common_prefix, step_together
 from colibri.status import status
 
 
@@ -129,6 +129,37 @@ def test_rows_of_all_answers_share_a_pass(engine, monkeypatch, capsys):
     assert texts == [alone] * 3
 
 
+def caches(session: Session) -> list[bytes]:
+    """Committed rows of every cache that main layers have."""
+    layers = range(session.model.config.num_hidden_layers)
+    found = [session.cache(layer, kind) for layer in layers for kind in ("kv", "index")]
+    return [rows[: session.length].tobytes() for rows in found if rows is not None]
+
+
+@pytest.mark.parametrize("draft", ["0", "3"])
+def test_a_prompt_is_read_once(draft):
+    """Two prompts that begin alike and are read at the same time cost little more than one: each
+    copies the rows that the other has run; answers, caches and sums are those of prompts alone."""
+    engine = open_engine(conversations="2", temperature="0", draft=draft)
+    alike = "Tell me a story. " * 100
+    diary, alone = Diary(), Diary()
+    jobs = [diary.job(engine, name, alike + name, 9) for name in "ab"]
+    run(engine, jobs)
+    receipts = [job.turn.receipt for job in jobs]
+    assert [r.reused_tokens + r.prefill_tokens for r in receipts] == [
+        len(job.prompt.ids) for job in jobs
+    ]
+    assert sum(r.prefill_tokens for r in receipts) < 1.1 * len(jobs[0].prompt.ids)
+    assert sum(r.prompt_counters["rows"] for r in receipts) == sum(
+        r.prefill_tokens for r in receipts
+    )
+    for job in jobs:
+        engine = open_engine(temperature="0", draft=draft)
+        run(engine, [alone.job(engine, job.client, alike + job.client, 9)])
+        assert caches(engine.slot.session) == caches(job.turn.session)
+    assert sorted(diary.lines) == sorted(alone.lines)
+
+
 def test_one_that_leaves_stops_no_other(engine, monkeypatch):
     """A client that leaves between two passes, when its rows are staged: the other's text is whole,
     and of the one that left the cache holds what was sent."""
@@ -170,10 +201,10 @@ def test_a_mistake_while_a_turn_is_made(engine, monkeypatch, capsys):
     """It ends that job, its traceback is shown, and the jobs after it are answered."""
     diary, answer = Diary(), engine.answer
 
-    def broken(prompt, *rest):
+    def broken(prompt, *rest, **others):
         if prompt is jobs[0].prompt:
             raise ValueError("a bug while a turn is made")
-        return answer(prompt, *rest)
+        return answer(prompt, *rest, **others)
 
     jobs = [diary.job(engine, name, "Hello", 2) for name in "abc"]
     monkeypatch.setattr(engine, "answer", broken)
@@ -221,7 +252,8 @@ def test_after_a_mistake_a_slot_is_as_new():
     engine, diary, made = open_engine(conversations="2", temperature="0"), Diary(), []
     new_slot, story = engine.new_slot, STORY[0]["content"]
     engine.new_slot = lambda: made.append(new_slot()) or made[-1]
-    jobs = [diary.job(engine, name, story, 12) for name in "abc"]
+    texts = {"a": story, "b": "Hello", "c": story}
+    jobs = [diary.job(engine, name, text, 12) for name, text in texts.items()]
 
     def broken(delta: Delta) -> None:
         diary.lines.append(("a", "breaks"))
@@ -230,10 +262,11 @@ def test_after_a_mistake_a_slot_is_as_new():
     jobs[0].deliver = broken
     finish(scheduler := Scheduler(engine, 8, Nobody()), jobs)
     assert ("a", "breaks") in diary.lines and len(made) == 1 and len(scheduler.kept) == 2
-    expected = offline(engine, STORY, 12, new_slot())
     for name in "bc":
+        expected = offline(engine, [{"role": "user", "content": texts[name]}], 12, new_slot())
         assert "".join(text for who, text in diary.lines if who == name) == expected + "end"
-    assert diary.outcomes["c"].receipt.reused_tokens == 0
+    alike = common_prefix(jobs[1].prompt.ids, jobs[2].prompt.ids)
+    assert diary.outcomes["c"].receipt.reused_tokens < alike  # of what b has
 
 
 # ---- what is counted ----------------------------------------------------------------------------

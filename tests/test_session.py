@@ -17,7 +17,7 @@ from colibri.container import Container, format_of
 from colibri.errors import Cancelled, ContextFull, CoreError
 from colibri.model import Model, _core_config
 from colibri.scratch import Scratch
-from colibri.session import Session
+from colibri.session import Session, common_prefix
 
 CONTEXT, ROWS = 96, 8
 PROMPT = list(range(100, 140))
@@ -110,6 +110,24 @@ def test_reuse_after_tokens_the_mtp_layer_never_saw(session, model):
         session.step_all([token])
     ids = [*PROMPT, 7, 8, 9, 10]
     assert continued(session, ids) == fresh(model, ids)
+
+
+@pytest.mark.parametrize("ids", [[*PROMPT, 7, 8], PROMPT, PROMPT[:11], [*PROMPT[:17], 1], [5, 6]])
+def test_rows_are_copied_from_others(session, model, ids):
+    """What another session has of a prompt, at any chunk of it, need not be run; all else is as in
+    a session that ran everything."""
+    other, third = Session(model, CONTEXT, ROWS), Session(model, CONTEXT, ROWS)
+    third.prefill(PROMPT[:3])
+    ran = []
+    for rows in session.read(ids, others=lambda: (third, session, other)):
+        ran.append(rows)
+        if not other.length:  # from the second chunk on
+            other.prefill(PROMPT)
+    shared = min(common_prefix(PROMPT, ids), len(ids) - 1)
+    assert session.length == len(ids)
+    assert ran[-1] <= len(ids) - max(shared - 1, 0) + ROWS
+    assert (session.logits[0].tobytes(), state(session)) == fresh(model, ids)
+    assert state(other) == fresh(model, PROMPT)[1]
 
 
 def test_hidden_states_that_are_gone(session, model):

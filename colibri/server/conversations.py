@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from colibri.engine import Slot
-from colibri.session import common_prefix
+from colibri.session import Session, common_prefix
 
 
 class Conversations:
     """At most `most` slots. A request gets the one whose history its prompt continues.
 
-    A slot in use is never touched. What is kept of a finished turn costs nothing to try: the
+    A slot in use is never given away. What is kept of a finished turn costs nothing to try: the
     session itself compares tokens and keeps their longest common prefix.
     """
 
@@ -23,7 +23,11 @@ class Conversations:
     @property
     def kept(self) -> list[int]:
         """Tokens in each slot, idle ones first."""
-        return [slot.session.length for slot in (*self._idle, *self._busy)]
+        return [session.length for session in self.sessions()]
+
+    def sessions(self) -> list[Session]:
+        """Those of all slots, whose rows of a prompt may be copied between steps."""
+        return [slot.session for slot in (*self._idle, *self._busy)]
 
     def take(self, ids: Sequence[int]) -> Slot:
         """The slot for a prompt, in use until `give_back`; an error of the core when none fits."""

@@ -284,7 +284,9 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         job.slot = self._conversations.take(job.prompt.ids)
-        turn = self.engine.answer(job.prompt, job.slot, job.sampling, job.max_tokens)
+        turn = self.engine.answer(
+            job.prompt, job.slot, job.sampling, job.max_tokens, others=self._conversations.sessions
+        )
         with self._changed:
             job.turn, job.steps = turn, turn.steps(pause=True)
             if job.cancelled or self._closing:
