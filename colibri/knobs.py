@@ -249,6 +249,9 @@ KNOBS = (
          "Conversations that are answered at once, and whose caches are kept; each has a context's "
          "memory.",
          "up to 4, as a quarter of the memory allows", SERVER),
+    Knob("keep", "--keep", Switch(),
+         "Save what the caches of all conversations hold when the server ends, and begin with it.",
+         "off", SERVER),
     Knob("queue", "--queue", Number(0, 4096, whole=True),
          "Requests that may wait; more are refused with status 429.", "32", SERVER),
     Knob("allow_host", "--allow-host", Text(metavar="NAMES"),
@@ -329,6 +332,7 @@ class Settings:
     api_key: str | None = None
     model_id: str | None = None
     conversations: int | None = None
+    keep: bool = False
     queue: int = 32
     allow_host: str | None = None
     allow_origin: str | None = None

@@ -41,6 +41,7 @@ SEGMENTS = 64  # more files than this, or more stale bytes than live ones: all r
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 _ROWS = re.compile(r"rows-(\d{1,9})")
 _MOMENT = "%Y-%m-%d %H:%M"
+_SHELF = ("sessions",)  # of those that have names
 
 
 class DamagedRows(StateError):
@@ -135,14 +136,14 @@ class Document:
             raise StateError(f"{where}: lacks something of a saved conversation: {why}") from why
 
 
-def directory_of(state: State, name: str) -> Path:
+def directory_of(state: State, name: str, shelf: tuple[str, ...] = _SHELF) -> Path:
     """Where a conversation is saved; UsageError when it is no name, StateError without a place."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a session: use 1 to 64 letters, digits, '-', '_' and "
             "'.', not beginning with '-' or '.'"
         )
-    return state.place("sessions", name)
+    return state.place(*shelf, name)
 
 
 class Saved:
@@ -158,9 +159,10 @@ class Saved:
         container: Container,
         tokenizer: str,
         kv_dtype: str = "f32",
+        shelf: tuple[str, ...] = _SHELF,
     ) -> None:
         self.name = name
-        self.directory = directory_of(state, name)
+        self.directory = directory_of(state, name, shelf)
         self._identity = Identity.of(container, tokenizer, kv_dtype)
         self._lock_file: BinaryIO | None = None
         self.document: Document | None = None
@@ -194,6 +196,11 @@ class Saved:
         if self._lock_file:
             self._lock_file.close()
         self._lock_file = None
+
+    @property
+    def locked(self) -> bool:
+        """Whether it is open, and no one else can open it."""
+        return self._lock_file is not None
 
     def _mismatch(self, other: Identity) -> str:
         mine = self._identity
@@ -360,7 +367,7 @@ def _fill(file: BinaryIO, rows: memoryview) -> None:
 def names(state: State) -> list[tuple[str, str]]:
     """(name, when it was saved) of every saved conversation, the newest first."""
     found = []
-    for path in entries(state.place("sessions")):
+    for path in entries(state.place(*_SHELF)):
         with suppress(OSError):
             found.append(((path / DOCUMENT).stat().st_mtime, path.name))
     newest = sorted(found, reverse=True)

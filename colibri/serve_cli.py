@@ -19,6 +19,7 @@ from colibri.state import State
 from colibri.terminal import Terminal
 
 if TYPE_CHECKING:
+    from colibri.server.kept import Kept
     from colibri.server.service import Service
 
 GRACE = 10  # seconds that open connections have to take what is left for them
@@ -45,12 +46,22 @@ def serve(settings: Settings) -> int:
     with listener:
         try:
             engine = Engine.open(settings, terminal.progress, settings.conversations)
-            resident = Resident(engine, State(settings.state, terminal.warning))
+            state = State(settings.state, terminal.warning)
+            resident = Resident(engine, state)
+            kept = _take_up(engine, state, terminal) if settings.keep else None
             if settings.warm:
                 resident.fill(terminal.progress)
         finally:
             terminal.clear()
-        return _run(settings, terminal, engine, listener, resident)
+        return _run(settings, terminal, engine, listener, resident, kept)
+
+
+def _take_up(engine: Engine, state: State, terminal: Terminal) -> Kept:
+    from colibri.server.kept import Kept
+
+    kept = Kept(engine, state, terminal.warning)
+    kept.take_up(terminal.progress)
+    return kept
 
 
 def require_key(settings: Settings) -> None:
@@ -103,7 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _run(
     settings: Settings, terminal: Terminal, engine: Engine, listener: socket.socket,
-    resident: Resident,
+    resident: Resident, kept: Kept | None,
 ) -> int:  # fmt: skip
     import uvicorn
 
@@ -112,7 +123,7 @@ def _run(
     from colibri.server.service import Service
 
     log = Log(terminal.note)
-    service = Service(engine, log.tell, resident.stop)
+    service = Service(engine, log.tell, resident.stop, kept.slots if kept else ())
     service.scheduler.start()
     if settings.warm is None:
         resident.start()  # until the first request
@@ -131,6 +142,9 @@ def _run(
         resident.stop()
         if service.scheduler.join(GRACE):
             resident.save()
+            if kept:
+                kept.save(terminal.progress)
+                terminal.clear()
         log.close(1)
     return Exit.OK
 

@@ -118,6 +118,21 @@ def test_a_server_begins_with_the_experts_it_ended_with(tmp_path):
         assert "Traceback" not in process.communicate(timeout=LIMIT)[1]
 
 
+def test_a_server_keeps_its_conversations(tmp_path):
+    """With --keep a prompt read before a restart is not read again, and the text is the same."""
+    found = []
+    for _ in range(2):
+        with served("--keep", COLIBRI_STATE=str(tmp_path)) as (process, url):
+            asked = chat(url, max_tokens=9, temperature=0)
+            with urllib.request.urlopen(asked, timeout=LIMIT) as answer:
+                found.append(json.load(answer))
+            process.send_signal(signal.SIGTERM)
+            assert "Traceback" not in process.communicate(timeout=LIMIT)[1]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached[0] == 0 and cached[1] >= found[1]["usage"]["prompt_tokens"] - 2
+    assert found[0]["choices"] == found[1]["choices"]
+
+
 def test_beyond_loopback_needs_a_key(command):
     """Another address without a key is refused, with the knob that gives one."""
     for host in ("0.0.0.0", "::", "192.0.2.1", "example"):

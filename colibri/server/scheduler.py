@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -117,11 +117,12 @@ class Scheduler:
         queue_limit: int,
         watcher: Watcher,
         ready: Callable[[], None] = lambda: None,
+        slots: Sequence[Slot] = (),
     ) -> None:
         self.engine = engine
         self._limit, self._watcher, self._ready = queue_limit, watcher, ready
         self._conversations = Conversations(
-            engine.new_slot, engine.conversations, first=[engine.slot]
+            engine.new_slot, engine.conversations, first=slots or [engine.slot]
         )
         self._queue = FairQueue()
         self._active: list[Job] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from colibri.answer import Prompt
 from colibri.chat import opens_thinking
-from colibri.engine import Engine
+from colibri.engine import Engine, Slot
 from colibri.errors import ContextFull, UsageError
 from colibri.sampling import SamplingParams
 from colibri.server import tools
@@ -26,7 +26,7 @@ class Service:
     """One engine and all that serves it. `id` is the model's name in the API.
 
     `tell` is given a line for every answer, `ready` is called before there is work; both on the
-    engine's thread. They must not fail.
+    engine's thread. They must not fail. `slots` are those it begins with; none: with the engine's.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Service:
         engine: Engine,
         tell: Callable[[str], None] = lambda text: None,
         ready: Callable[[], None] = lambda: None,
+        slots: Sequence[Slot] = (),
     ) -> None:
         settings = engine.settings
         own = engine.container.directory.resolve().name if settings.model else DEMO_ID
@@ -41,7 +42,7 @@ class Service:
         self.id = settings.model_id or own
         self.metrics = Metrics()
         self.watch = Watch(engine, self.metrics, self.id, tell)
-        self.scheduler = Scheduler(engine, settings.queue, self.watch, ready)
+        self.scheduler = Scheduler(engine, settings.queue, self.watch, ready, slots)
         self._marks = tools.marks(engine.tokenizer)
         self.metrics.gauge("colibri_active", "Requests being answered.", self._active)
         self.metrics.gauge("colibri_waiting", "Requests in the queue.", self._waiting)
