@@ -140,13 +140,21 @@ def _run(
     finally:
         service.scheduler.close()
         resident.stop()
-        if service.scheduler.join(GRACE):
+        ended = service.scheduler.join(GRACE)
+        if ended:
             resident.save()
-            if kept:
-                kept.save(terminal.progress)
-                terminal.clear()
+        if kept:
+            _keep(kept, ended, terminal)
         log.close(1)
     return Exit.OK
+
+
+def _keep(kept: Kept, ended: bool, terminal: Terminal) -> None:
+    if ended:
+        kept.save(terminal.progress)
+        terminal.clear()
+    else:
+        terminal.warning(f"conversations are not saved: a step did not end within {GRACE} s")
 
 
 def http_config(uvicorn: Any, app: Any) -> Any:
