@@ -311,7 +311,7 @@ class Matcher:
         key = state, letter
         if key not in self._steps:
             rests = [way.rest for way in state if way and letter in way.node.letters]
-            self._steps[key] = self._heads(rests)
+            self._steps[key] = self._heads(rests) if rests else State()
         return self._steps[key]
 
     def firsts(self, state: State) -> set[int]:

@@ -20,6 +20,7 @@ class Vocabulary:
         self.others = [i for i, data in enumerate(table) if not data]  # no text: left to the caller
         self._ids = np.array(order, np.int64)
         self._keys = [table[i] for i in order]
+        self._firsts = np.array([key[0] for key in self._keys], np.uint8)
         self._sets = _byte_sets(self._keys)
 
     def mask(self, matcher: Matcher, state: State) -> NDArray[np.bool_]:
@@ -27,7 +28,8 @@ class Vocabulary:
         firsts = {letter for letter in matcher.firsts(state) if letter < 256}
         staying = bytes(byte for byte in firsts if matcher.after(state, bytes((byte,))) is state)
         within = ~(self._sets & ~_byte_sets([staying])).any(1)  # made of those: they stay too
-        for at in self._walk(matcher, state, np.flatnonzero(~within).tolist()):
+        begun = np.isin(np.arange(256), [*firsts])[self._firsts]  # the others need no look
+        for at in self._walk(matcher, state, np.flatnonzero(begun & ~within).tolist()):
             within[at] = True
         mask = np.zeros(self._size, bool)
         mask[self._ids[within]] = True
