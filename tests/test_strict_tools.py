@@ -20,6 +20,7 @@ from colibri.arguments import Arguments, compile_arguments
 from colibri.calls import CLOSE, KEY, KEY_END, OPEN, TAGS, VALUE, VALUE_END, letter
 from colibri.errors import UsageError
 from colibri.form import FormSampler, Guide
+from colibri.grammar import Matcher
 from colibri.json_grammar import answer
 from colibri.knobs import Settings
 from colibri.sampling import Sampler, SamplingParams
@@ -54,10 +55,10 @@ def pieces_of(found: list[int]) -> Iterator[Piece]:
             yield from (Piece(MARK, tag) for _ in run)
 
 
-def argue(arguments: Arguments, seed: int) -> Any:
-    """Arguments by chance, as the grammar has them and the parser reads them."""
+def argue(arguments: Arguments, matcher: Matcher, seed: int) -> Any:
+    """Arguments by chance, as their grammar has them and the parser reads them."""
     parser = ToolParser({"f": {}}, TAGS, "f", {"f": arguments})
-    pieces = pieces_of(letters(arguments.node, seed))
+    pieces = pieces_of(letters(matcher, seed))
     events = [event for piece in pieces for event in parser.push(piece)]
     assert (events[0].kind, events[-1].kind) == (CALLED, ENDED)
     return json.loads("".join(event.text for event in events[1:-1]))
@@ -91,9 +92,10 @@ def test_any_walk_is_valid(name):
     """Whatever the grammar allows is read as arguments that are valid by the schema."""
     schema = PARAMETERS[name]
     arguments, seen = compile_arguments(schema, "here"), set()
+    matcher, check = Matcher(arguments.node), jsonschema.Draft202012Validator(schema)
     for seed in range(80):
-        found = argue(arguments, seed)
-        jsonschema.Draft202012Validator(schema).validate(found)
+        found = argue(arguments, matcher, seed)
+        check.validate(found)
         assert set(found) <= {*schema.get("properties", BOOK["properties"]), "x", "y"}
         seen.add(json.dumps(found))
     assert len(seen) > 20 or name == "nothing"
@@ -113,10 +115,11 @@ def test_parameters_by_chance():
         except UsageError:
             continue
         taken += 1
+        matcher, check = Matcher(arguments.node), jsonschema.Draft202012Validator(schema)
         for walked in range(4):
-            found = argue(arguments, walked)
+            found = argue(arguments, matcher, walked)
             with contextlib.suppress(RecursionError):  # not if a schema is what it is itself
-                assert jsonschema.Draft202012Validator(schema).is_valid(found), (schema, found)
+                assert check.is_valid(found), (schema, found)
     assert taken > 40
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from colibri.grammar import Matcher, Node
+from colibri.grammar import Matcher
 
 
-def letters(node: Node, seed: int) -> list[int]:
+def letters(matcher: Matcher, seed: int) -> list[int]:
     """A text of the grammar, by chance; short of dead ends, which none has."""
-    chance, matcher, found = random.Random(seed), Matcher(node), []
-    state = matcher.start
+    chance, state, found = random.Random(seed), matcher.start, []
+    matcher.refresh()
     while not (None in state and (len(state) == 1 or chance.random() < 0.2)):
         firsts = sorted(matcher.firsts(state))
         assert firsts
@@ -21,9 +21,9 @@ def letters(node: Node, seed: int) -> list[int]:
     return found
 
 
-def walk(node: Node, seed: int) -> bytes:
+def walk(matcher: Matcher, seed: int) -> bytes:
     """The same for texts of bytes alone."""
-    return bytes(letters(node, seed))
+    return bytes(letters(matcher, seed))
 
 
 def any_schema(chance: random.Random, deep: int = 0) -> Any:
