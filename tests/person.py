@@ -58,7 +58,11 @@ class Person:
 
     def __exit__(self, *_: object) -> None:
         self.open()
-        self.child.close(force=True)
+        if self.child.isalive():
+            self.child.kill(signal.SIGKILL)
+            self.child.wait()
+        self.child.ptyproc.delayafterclose = 0
+        self.child.close()
 
     def open(self) -> None:
         """Let everything pass the gate (see gate.py), now and later."""
