@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -82,16 +82,11 @@ class Fork:
         return Outcome(b"".join(logits), b"".join(hidden), caches(session))
 
 
-def compositions(total: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `total` as an ordered sum: 2^(total - 1) of them."""
-    for cuts in product((False, True), repeat=total - 1):
-        parts, size = [], 1
-        for cut in cuts:
-            if cut:
-                parts.append(size)
-                size = 0
-            size += 1
-        yield (*parts, size)
+def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as an ordered sum of at most `most` parts."""
+    for count in range(most):
+        for cuts in combinations(range(1, total), count):
+            yield tuple(end - begin for begin, end in pairwise((0, *cuts, total)))
 
 
 def tokens(model: Model, count: int) -> list[int]:
@@ -122,10 +117,11 @@ def quantised(source: Path, out: Path, kind: str) -> Path:
 
 
 def test_every_chunking(models):
-    """Nine tokens cut in all 256 ways leave the same bytes everywhere."""
+    """Nine tokens in one to four steps, or one by one, leave the same bytes everywhere: so every
+    step comes at every place, and behind it every other one."""
     fork = Fork(models(1))
-    ways = list(compositions(max(ROWS)))
-    assert len(ways) == 256
+    ways = [*compositions(max(ROWS), 4), (1,) * max(ROWS)]
+    assert len(ways) == 94
     expected = fork.run(ways[0])
     for way in ways:
         assert fork.run(way) == expected, way
@@ -154,13 +150,12 @@ def parts(rows: int) -> tuple[int, ...]:
     return (*(rows,) * whole, *(rest,) * (rest > 0))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 64, 200])
-def test_long_prompt(models, chunk):
+def test_long_prompt(models):
     """A prompt of 200 tokens prefilled in chunks of any size gives the bytes of single rows."""
     model = models(1)
     ids = tokens(model, 200)
     outcomes = set()
-    for rows in (1, chunk):
+    for rows in (1, 3, 8, 64, 200):
         session = Session(model, 256, rows)
         logits = session.prefill(ids)
         outcomes.add(Outcome(logits.tobytes(), session.last_hidden.tobytes(), caches(session)))
