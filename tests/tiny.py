@@ -12,6 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,7 @@ def bell(seed: int, name: str, shape: Shape) -> np.ndarray:
     return ((total - 2 * 0xFFFF) / math.sqrt(4 * (2**32 - 1) / 12)).reshape(shape)
 
 
+@cache
 def tensor(seed: int, name: str, shape: Shape) -> np.ndarray:
     """One float32 weight. The default initialisation of the architecture (unit norms, no biases,
     deviation 0.02) would hide most bugs, so nothing here is neutral."""
@@ -196,9 +198,9 @@ def tensor(seed: int, name: str, shape: Shape) -> np.ndarray:
 
 
 def tensors(config: dict, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every weight of the checkpoint, in file order."""
+    """Every weight of the checkpoint, in file order; the caller's own, to change."""
     for name, shape in shapes(config).items():
-        yield name, tensor(seed, name, shape)
+        yield name, tensor(seed, name, shape).copy()
 
 
 def prompt(config: dict, seed: int, length: int) -> np.ndarray:
