@@ -16,14 +16,14 @@ f32 = np.float32
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c with one rounding. The product is exact in float64; only a sum that lands,
     rounded, halfway between two floats could be rounded wrongly after that, and is nudged."""
-    shape = np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c))
     product = np.multiply(a, b, dtype=np.float64)
     with np.errstate(invalid="ignore"):  # inf - inf is NaN here as it is there
-        total = np.atleast_1d(product + c)
+        found = np.asarray(product + c)
+    total = np.atleast_1d(found)
     halfway = np.nonzero((total.view(np.int64) & 0x1FFFFFFF) == 0x10000000)
     if len(halfway[0]):
         total[halfway] = nudge(total, product, c, halfway)
-    return total.astype(f32).reshape(shape)
+    return total.astype(f32).reshape(found.shape)
 
 
 def nudge(total: np.ndarray, product: np.ndarray, c: np.ndarray, at: tuple) -> np.ndarray:
@@ -115,16 +115,16 @@ class Lanes(Float64):
         """Per block and lane an exact integer sum of eight products, then one fma; under scales
         that end inside a block, int8 has two sums of four."""
         (codes, scale), (weights, wide) = quantise_rows(x), weights_by_lane(w)
-        codes = by_lane(codes.astype(np.int32), w.even_odd)[:, None]
+        codes = by_lane(codes.astype(np.int32), w.even_odd)
         scale, whole = scale[:, None], w.group % BLOCK == 0 or w.scales.shape[1] == 1
         acc = np.zeros((len(x), len(weights), EIGHT), f32)
         for b in range(weights.shape[1]):
-            block, factor = weights[None, :, b], wide[:, b] * scale[:, :, b, None, None]
+            block, factor = weights[:, b], wide[:, b] * scale[:, :, b, None, None]
             if whole and w.even_odd:
                 block = block + 8
                 if b % RUN == 0:
-                    self.take_off(codes[:, :, b:][:, :, :RUN], wide[:, b:], scale[:, :, b:], acc)
-            d = (codes[:, :, b] * block).sum(-1)
+                    self.take_off(codes[:, None, b : b + RUN], wide[:, b:], scale[:, :, b:], acc)
+            d = np.einsum("sljk,oljk->solj", codes[:, b], block)
             if whole or w.even_odd:
                 acc = fma(d.sum(-2).astype(f32), factor[..., 0, :], acc)
             else:
