@@ -52,7 +52,7 @@ def run(policy: DepthPolicy | None, machine: Machine, text: Text, tokens: int, s
 
     def spend(seconds: float) -> float:
         nonlocal clock, work, spell, changes
-        seconds *= float(np.exp(rng.normal(0.0, machine.noise)))
+        seconds *= rng.lognormal(0.0, machine.noise)
         work += seconds
         seconds *= spell
         clock += seconds
