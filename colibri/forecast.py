@@ -11,6 +11,7 @@ from typing import Any
 
 from colibri import demo, probe
 from colibri.amounts import memory_size
+from colibri.config import ModelConfig
 from colibri.container import Container
 from colibri.context import MOST, default
 from colibri.errors import UsageError
@@ -19,7 +20,6 @@ from colibri.memory import RESERVE
 from colibri.model import KEY_TILE, PAIR_BLOCK, PILOT_SLOTS, ROW_BLOCK, WAITING
 from colibri.plan import Demand, Plan, fitting_context, make_plan
 from colibri.probe import ABSORBED, STEP_AT, DiskSpeed, Speeds
-from colibri.segments import distinct
 from colibri.session import more_rows, rows_of
 from colibri.shapes import Shape, Work, of_container
 
@@ -309,6 +309,12 @@ def scratch_bytes(shape: Shape, context: int, threads: int, rows: int) -> int:
     quantised += pairs * (hidden + inner) + 2 * shape.mtp * n * hidden
     quantised *= 2  # in two orders; beside 64 inputs two floats
     return 4 * floats + quantised * 9 // 8
+
+
+def distinct(config: ModelConfig, rows: int) -> float:
+    """Experts of a layer that so many rows meet together, when each row chooses alone."""
+    experts = config.n_routed_experts
+    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
 
 
 def calibrated(speeds: Speeds, small: Shape, seconds: float) -> Speeds:

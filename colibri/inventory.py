@@ -69,6 +69,12 @@ def indexer_entries(config: ModelConfig, layer: int) -> list[Entry]:
     ]
 
 
+def dense_entries(config: ModelConfig, layer: int) -> list[Entry]:
+    """Everything of a layer but its routed experts."""
+    indexer = indexer_entries(config, layer) if has_own_indexer(config, layer) else []
+    return layer_entries(config, layer) + indexer
+
+
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer routes to experts; the MTP layer always does."""
     return layer == config.mtp_layer or config.mlp_types[layer] == SPARSE

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from colibri.config import FULL, ModelConfig
+from colibri.config import ModelConfig
 from colibri.container import INDEX_FULL, Container, format_of
 from colibri.context import dense_bytes
 from colibri.errors import ConfigError, UsageError
 from colibri.formats import Format
 from colibri.inventory import (
     Entry,
+    dense_entries,
     expert_parameters,
     global_entries,
-    indexer_entries,
-    layer_entries,
+    has_own_indexer,
 )
 from colibri.layout import Formats, matrix_shape, plan_shards, record_layout
 from colibri.paths import expanded
@@ -164,12 +164,10 @@ def of_config(name: str, config: ModelConfig, formats: Formats, mtp: bool = True
     """The shape a model will have in our own layout."""
     mtp = mtp and config.mtp_layer is not None
     layers = config.num_hidden_layers
-    owners = [n for n in range(layers) if config.indexer_types[n] == FULL]
-    owners += [layers] if mtp else []
+    owners = [n for n in range(layers + mtp) if has_own_indexer(config, n)]
     entries = global_entries(config)
     for layer in range(layers + mtp):
-        entries += layer_entries(config, layer)
-        entries += indexer_entries(config, layer) if layer in owners else []
+        entries += dense_entries(config, layer)
 
     def form(entry: Entry) -> Format:
         return formats.of(entry, config)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
 from pathlib import Path
 
 import pytest
 from test_config import GLM_52
+from toolbox import tool
 
 from colibri.config import ModelConfig
 from colibri.formats import Format
+from colibri.inventory import dense_entries, expert_parameters, is_sparse
 from colibri.layout import Formats
-from colibri.segments import render, segment_costs, touched
 
+segment_costs = tool("segment_costs").segment_costs
 BYTE_A_WEIGHT = Formats(*(Format.parse("int8") for _ in range(4)))  # as FP8, but for its scales
 CONTEXT = 131072
 
@@ -60,6 +64,16 @@ def test_index_work(glm):
     assert segment_costs(glm, 5, context=2048)["verify"].index_rows == 0
 
 
+def touched(config, layer):
+    """Weights of one layer that one row meets, by part; "experts" are the routed ones."""
+    parts = Counter()
+    for entry in dense_entries(config, layer):
+        parts[entry.part] += prod(entry.shape)
+    if is_sparse(config, layer):
+        parts["experts"] = config.num_experts_per_tok * expert_parameters(config)
+    return parts
+
+
 def test_active_weights(glm):
     """40.30 billion weights a token; attention 165.0 M, nine experts 339.7 M a sparse layer."""
     total = sum(touched(glm, layer).total() for layer in range(78)) + 154880 * 6144
@@ -79,7 +93,7 @@ def test_distinct_experts_grow_slower_than_rows(glm):
     assert costs["verify"].dense_bytes == costs["plain"].dense_bytes
 
 
-def test_the_documented_table_is_what_the_function_gives(glm):
+def test_the_documented_table_is_what_the_tool_prints():
     """docs/speculation.md shows this very table."""
     docs = Path(__file__).parent.parent / "docs" / "speculation.md"
-    assert render(segment_costs(glm, 5, context=CONTEXT, accepted=4.0)) in docs.read_text()
+    assert tool("segment_costs").documented() in docs.read_text()

@@ -1,28 +1,23 @@
-"""What the segments of a speculative step read and compute, from a model's shapes alone.
+"""What the segments of a speculative step read and compute, from GLM-5.2's shapes alone.
 
-The same four segments as in the ledger of a run; docs/speculation.md has the table for GLM-5.2.
-Experts are counted as if each row chose uniformly and alone: the most that rows can differ.
+python tools/segment_costs.py
+
+Prints the table of docs/speculation.md: the same four segments as in the ledger of a run. Experts
+are counted as if each row chose uniformly and alone: the most that rows can differ.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from colibri.amounts import file_size
 from colibri.config import ModelConfig
-from colibri.inventory import (
-    Entry,
-    expert_parameters,
-    has_own_indexer,
-    indexer_entries,
-    is_sparse,
-    layer_entries,
-)
+from colibri.forecast import distinct
+from colibri.inventory import Entry, dense_entries, has_own_indexer, is_sparse
 from colibri.layout import Formats, matrix_shape, record_layout
 from colibri.ledger import ABSORB, DRAFT, PLAIN, VERIFY
+from colibri.shapes import published
 
 
 @dataclass(frozen=True)
@@ -150,23 +145,11 @@ class _Shapes:
         return record_layout(self.config, self.formats.of_experts(layer, self.config)).nbytes
 
 
-def distinct(config: ModelConfig, rows: int) -> float:
-    """Experts of a layer that so many rows meet together, when each row chooses alone."""
-    experts = config.n_routed_experts
-    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** rows)
+def documented() -> str:
+    """The table of docs/speculation.md: five drafts, four of them accepted, 131,072 tokens."""
+    _, config = published("glm-5.2")
+    return render(segment_costs(config, 5, context=131072, accepted=4.0))
 
 
-def dense_entries(config: ModelConfig, layer: int) -> list[Entry]:
-    """Everything of a layer but its routed experts."""
-    indexer = indexer_entries(config, layer) if has_own_indexer(config, layer) else []
-    return [*layer_entries(config, layer), *indexer]
-
-
-def touched(config: ModelConfig, layer: int) -> Counter[str]:
-    """Weights of one layer that one row meets, by part; "experts" are the routed ones."""
-    parts: Counter[str] = Counter()
-    for entry in dense_entries(config, layer):
-        parts[entry.part] += prod(entry.shape)
-    if is_sparse(config, layer):
-        parts["experts"] = config.num_experts_per_tok * expert_parameters(config)
-    return parts
+if __name__ == "__main__":
+    print(documented())
