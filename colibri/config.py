@@ -81,8 +81,6 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
-    pad_token_id: int | None
-    quantization: str | None
     warnings: tuple[str, ...]
 
     @classmethod
@@ -120,13 +118,11 @@ class ModelConfig:
         )
         values["num_nextn_predict_layers"] = fields.integer("num_nextn_predict_layers", 0, 1, 0)
         values["rope_theta"] = _rope_theta(fields)
-        values["quantization"] = _quantization(fields)
         _check_shapes(fields, values)
         extra = values["num_nextn_predict_layers"]
         values["indexer_types"] = _indexer_types(fields, values["num_hidden_layers"], extra)
         values["mlp_types"] = _mlp_types(fields, values["num_hidden_layers"], extra)
         vocab = values["vocab_size"]
-        values["pad_token_id"] = next(iter(fields.token_ids("pad_token_id", vocab)), None)
         generation_fields = _Fields(generation or {}, generation_where)
         eos = fields.token_ids("eos_token_id", vocab)
         values["eos_token_ids"] = eos | generation_fields.token_ids("eos_token_id", vocab)
@@ -140,8 +136,7 @@ class ModelConfig:
     @property
     def architecture(self) -> dict[str, Any]:
         """The fields that a computed number can depend on: not when a text ends, nor warnings."""
-        beside = ("eos_token_ids", "pad_token_id", "quantization", "max_position_embeddings",
-                  "warnings")  # fmt: skip
+        beside = ("eos_token_ids", "max_position_embeddings", "warnings")
         return {name: value for name, value in asdict(self).items() if name not in beside}
 
     @property
@@ -299,6 +294,8 @@ def _check_family(fields: _Fields) -> None:
     fields.only("mlp_bias", False, "biased MLP projections are not supported")
     fields.only("rope_interleave", True, "GLM rotates adjacent pairs")
     fields.only("indexer_rope_interleave", True, "GLM's indexer rotates adjacent pairs")
+    if not isinstance(fields.get("quantization_config"), (dict, type(None))):
+        raise fields.fail("quantization_config", "an object")
 
 
 def _rope_theta(fields: _Fields) -> float:
@@ -333,16 +330,6 @@ def _block_theta(fields: _Fields, name: str) -> float | None:
         if inner.get(key) is not None:
             inner.number(key, 1, 1)
     return None if inner.get("rope_theta") is None else inner.number("rope_theta", 1, 1e15)
-
-
-def _quantization(fields: _Fields) -> str | None:
-    value = fields.get("quantization_config")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise fields.fail("quantization_config", "an object")
-    method = value.get("quant_method")
-    return method if isinstance(method, str) else "unknown"
 
 
 def _check_shapes(fields: _Fields, values: dict[str, Any]) -> None:

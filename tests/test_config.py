@@ -147,7 +147,6 @@ def test_missing_field_is_named(name):
         ("index_topk_pattern", "F" * 77),
         ("eos_token_id", 154880),
         ("eos_token_id", [1, True]),
-        ("pad_token_id", -1),
         ("model_type", "deepseek_v32"),
     ],
 )
