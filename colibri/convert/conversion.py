@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +33,7 @@ def convert_directory(
     formats: Formats | None = None,
     search: bool = True,
     replace: bool = False,
-    report: Report | None = None,
     threads: int | None = None,
-    delete_source: bool = False,
 ) -> list[str]:
     """Convert `source` (a directory or hf://owner/name) to a container in `target`.
 
@@ -44,20 +41,14 @@ def convert_directory(
     of the public engine keep their codes. Continues what an interrupted run with the same
     parameters has done; `replace` starts over. Returns sentences of warning.
     """
-    request = Request(str(source), Path(target), formats, search, "colibri", delete_source, replace)
-    return execute(make_plan(request), threads, report).warnings
+    request = Request(str(source), Path(target), formats, search, replace=replace)
+    return execute(make_plan(request), threads).warnings
 
 
-def repack_directory(
-    source: Path | str,
-    target: Path | str,
-    layout: str,
-    report: Report | None = None,
-    threads: int | None = None,
-) -> list[str]:
+def repack_directory(source: Path | str, target: Path | str, layout: str) -> list[str]:
     """Write a quantised container in another layout, `colibri` or `public`, codes unchanged."""
     request = Request(str(source), Path(target), layout=layout)
-    return execute(make_plan(request), threads, report).warnings
+    return execute(make_plan(request)).warnings
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,6 @@ def execute(
     threads: int | None = None,
     report: Report | None = None,
     unit_bytes: int = UNIT_BYTES,
-    notify: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Carry out a plan. UsageError when there is no room or another converter is at it."""
     request = plan.request
