@@ -49,11 +49,9 @@ class Template:
         self._render = render
 
     @classmethod
-    def load(cls, directory: Path | str, version: str | None = None) -> Template:
-        """The directory's chat_template.jinja, else tokenizer_config.json's, else GLM's own.
-
-        `version` ("5", "5.1", "5.2", "5.3") selects GLM's own; unset, config.json hints at it.
-        """
+    def load(cls, directory: Path | str) -> Template:
+        """The directory's chat_template.jinja, else tokenizer_config.json's, else GLM's own, of the
+        version that config.json hints at."""
         directory = Path(directory)
         config = _read_optional(directory / "tokenizer_config.json")
         path = directory / "chat_template.jinja"
@@ -63,7 +61,7 @@ class Template:
             path = directory / "tokenizer_config.json"
             sources = config.get("chat_template")
         if sources is None:
-            return cls.builtin(version or _hinted_version(directory))
+            return cls.builtin(_hinted_version(directory))
         named = _named_templates(sources, path)
         return cls.from_jinja(named, str(path), _special_texts(config))
 

@@ -75,15 +75,10 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts for one model on one machine; `threads` is that of the speeds.
+    """Forecasts for one model on one machine, with the router's lookahead as it is by default."""
 
-    `spares`: slots that the router's lookahead adds to the pool of all main layers.
-    """
-
-    def __init__(
-        self, shape: Shape, speeds: Speeds, locality: Locality = TEXT, spares: int = PILOT_SLOTS
-    ) -> None:
-        self.shape, self.speeds, self.locality, self.spares = shape, speeds, locality, spares
+    def __init__(self, shape: Shape, speeds: Speeds, locality: Locality = TEXT) -> None:
+        self.shape, self.speeds, self.locality = shape, speeds, locality
 
     # ---- where things go --------------------------------------------------------------------
 
@@ -120,7 +115,7 @@ class Forecaster:
             container=shape.files,
             slot=shape.expert.total,
             mtp_slot=shape.mtp_expert.total if shape.mtp else 0,
-            spares=self.spares,
+            spares=PILOT_SLOTS,
         )
 
     def rows(self, context: int, budget: int) -> int:

@@ -6,7 +6,7 @@ A flag wins over an environment variable, that over the default. An empty variab
 import difflib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -381,12 +381,12 @@ def debug_wanted(environ: Mapping[str, str] = os.environ) -> bool:
         return True  # which is the error to be told
 
 
-def quieten_numpy(environ: MutableMapping[str, str] = os.environ) -> None:
+def quieten_numpy() -> None:
     """Keep NumPy from starting a thread a core, which spin for a while: it multiplies nothing here.
 
     Only before NumPy is imported does it make a difference.
     """
-    environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -10,7 +10,6 @@ noise from a similar distribution mostly draws the same token (`coupled` verific
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,21 +122,17 @@ class Distribution:
 class Sampler:
     """Chooses tokens for one request. It holds a seed and no other state that changes a choice.
 
-    `vocab_used` (the tokenizer's) cuts off padding rows. `warn` gets one message at the first
-    logits with NaN or +Inf in them; by default it lands in `warnings`.
+    `vocab_used` (the tokenizer's) cuts off padding rows. `warnings` gets one message at the first
+    logits with NaN or +Inf in them.
     """
 
     follows = False  # whether a pick depends on those before it
 
-    def __init__(
-        self, params: SamplingParams, vocab_used: int, warn: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, params: SamplingParams, vocab_used: int) -> None:
         self.params = params
         self.seed = noise.fresh_seed() if params.seed is None else params.seed
         self.vocab_used = vocab_used
         self.warnings: list[str] = []
-        self._warn = warn or self.warnings.append
-        self._warned = False
         self._ids = np.arange(vocab_used)
 
     def pick(self, logits: NDArray[np.float32], position: int) -> int:
@@ -208,9 +203,8 @@ class Sampler:
                 "Check the container's files against their source."
             )
         wrong = np.flatnonzero(~finite & (row != -np.inf))
-        if not self._warned:
-            self._warned = True
-            self._warn(
+        if not self.warnings:
+            self.warnings.append(
                 f"{wrong.size} of {row.size} logits are NaN or infinite (first: token {wrong[0]}); "
                 "they are skipped. The container may be damaged."
             )

@@ -30,6 +30,7 @@ from colibri.layout import Formats
 from colibri.locality import TEXT, Locality, of_trace
 from colibri.lrfu import hit_rate
 from colibri.memory import RESERVE
+from colibri.model import PILOT_SLOTS
 from colibri.plan import make_plan
 from colibri.probe import ABSORBED, ASSUMED_LATENCY, MANY, STEP_AT, Beside, Speeds
 from colibri.shapes import PUBLISHED, of_config, of_container, published
@@ -269,7 +270,7 @@ def test_slots_are_the_plans(glm):
     demand = forecaster.demand(8192, 64 * GIB)
     forecast = forecaster.forecast(64 * GIB, 1000, 8192)
     left = 64 * GIB - glm.resident - demand.sessions - RESERVE
-    whole, rest = divmod(left - forecaster.spares * RECORD, 75 * RECORD + glm.mtp_expert.total)
+    whole, rest = divmod(left - PILOT_SLOTS * RECORD, 75 * RECORD + glm.mtp_expert.total)
     assert forecast.slots == whole + rest // RECORD / 75
     assert forecast.footprint <= 64 * GIB and forecast.io == "direct"
     whole = forecaster.forecast(forecaster.whole(8192), 1000, 8192)

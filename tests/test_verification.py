@@ -335,7 +335,7 @@ def test_rules_by_mode():
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_draft_logits_without_a_finite_value_end_the_drafting(mode, temperature):
     """A drafter whose logits are all NaN drafts nothing; padding rows are never drafted."""
-    sampler = Sampler(SamplingParams(temperature, seed=1), 6, warn=lambda _: None)
+    sampler = Sampler(SamplingParams(temperature, seed=1), 6)
     rule = verification(sampler, mode)
     assert rule.propose(np.full(8, np.nan, np.float32), 5, 0) is None
     row = np.array([0, 1, 2, 1, 0, 1, 9, 9], np.float32)  # the two best are padding
