@@ -5,22 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from colibri import demo, knobs
-from colibri.cli import Command, knob_options, settings_of
+from colibri import demo
+from colibri.cli import RUN_GROUPS, Command, knob_options, settings_of
 from colibri.knobs import Settings
 
 if TYPE_CHECKING:
     from colibri.engine import Engine
     from colibri.state import State
-    from colibri.terminal import Terminal
 
-GROUPS = (knobs.SAMPLING, knobs.PROMPT, knobs.MACHINE, knobs.SPECULATION, knobs.OUTPUT)
 EPILOG = """\b
 /help in the chat lists its commands. Exit status: 0 the end, 1 error (also a session that could
 not be saved; from a pipe, also of a single turn), 2 wrong usage, 129, 130 and 143 ended by
 SIGHUP (a closed terminal), Ctrl-C and SIGTERM.
 """
-WITHOUT = ("raw", "stats")  # knobs that mean nothing here
 
 
 @click.command("chat", cls=Command, epilog=EPILOG)
@@ -29,7 +26,7 @@ WITHOUT = ("raw", "stats")  # knobs that mean nothing here
     "--session", metavar="NAME",
     help="Keep the conversation under this name, and go on with it when it exists.",
 )  # fmt: skip
-@knob_options(*GROUPS, without=WITHOUT)
+@knob_options(*RUN_GROUPS, without=("raw", "stats"))
 def command(model: str | None, session: str | None, **values: Any) -> int:
     """Talk with a model.
 
@@ -69,7 +66,7 @@ def chat(settings: Settings, session: str | None) -> int:
         repl = Repl(engine, terminal, lines, state, resident, signals)
         try:
             terminal.aside(_banner(engine, repl.thinking()))
-            _announce(terminal, engine)
+            terminal.notes(engine.notes)
             if session is not None:
                 repl.resume(session, new=True)
             if lines.typed and settings.warm is not False:
@@ -111,8 +108,3 @@ def _banner(engine: "Engine", thinking: str) -> str:
     directory = engine.container.directory
     name = "the demo model" if directory == demo.MODEL else directory.resolve().name
     return f"{name}, context {engine.context} tokens, {thinking}. /help lists the commands."
-
-
-def _announce(terminal: "Terminal", engine: "Engine") -> None:
-    for note in engine.notes:
-        terminal.note(f"colibri: note: {note}")

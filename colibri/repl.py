@@ -136,8 +136,7 @@ class Repl:
                 self.terminal.clear()
                 self.terminal.end()
         if turn.receipt:
-            for note in turn.receipt.notes:
-                self.terminal.note(f"colibri: note: {note}")
+            self.terminal.notes(turn.receipt.notes)
             self._say(status(turn.receipt, self.terminal.width))
 
     def _settle(self, turn: Turn) -> None:

@@ -52,7 +52,7 @@ def run_prompt(
         turn = engine.answer(asked, progress=terminal.progress)
     finally:
         terminal.clear()
-    _announce(terminal, engine)
+    terminal.notes(engine.notes)
     with TerminationSignals() as signals, Interrupts(turn.cancel) as interrupts:
         turn.session.watch(interrupts.fd)
         try:
@@ -63,9 +63,9 @@ def run_prompt(
     if as_json:
         terminal.write(as_object(turn) + "\n")
     elif turn.receipt and turn.receipt.reasoning_alone:
-        terminal.note(f"colibri: note: {_ONLY_REASONING}")
+        terminal.notes([_ONLY_REASONING])
     elif form and turn.finish_reason in (stats.LENGTH, stats.CONTEXT):
-        terminal.note(f"colibri: note: {_CUT_OFF}")
+        terminal.notes([_CUT_OFF])
     _print_receipt(terminal, settings, turn, as_json)
     resident.save()
     interrupted = turn.finish_reason == stats.INTERRUPTED
@@ -125,11 +125,6 @@ def _prompt(engine: Engine, text: str) -> Prompt:
     if settings.system:
         messages.insert(0, {"role": "system", "content": settings.system})
     return engine.chat(messages)
-
-
-def _announce(terminal: Terminal, engine: Engine) -> None:
-    for note in engine.notes:
-        terminal.note(f"colibri: note: {note}")
 
 
 def _stream(terminal: Terminal, turn: Turn, as_json: bool) -> None:

@@ -130,8 +130,7 @@ def _run(
     config = http_config(uvicorn, make_app(service))
     text = announce(settings, engine, listener.getsockname(), service.id)
     server = _server(uvicorn, config, service, lambda: terminal.note(text))
-    for note in engine.notes:
-        terminal.note(f"colibri: note: {note}")
+    terminal.notes(engine.notes)
     signal.signal(signal.SIGTERM, lambda *_: None)  # once uvicorn has taken it: a clean end
     try:
         server.run(sockets=[listener])

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from typing import TextIO
 
 from colibri.amounts import roughly
@@ -135,6 +136,11 @@ class Terminal:
     def warn(self, text: str) -> None:
         """A line on stderr in any case."""
         self._tell((harmless(text) if self._noted else text) + "\n")
+
+    def notes(self, sentences: Iterable[str]) -> None:
+        """What a user may want to know: a line each, unless quiet."""
+        for sentence in sentences:
+            self.note(f"colibri: note: {sentence}")
 
     def warning(self, text: str) -> None:
         """What is not as it should be, and stops nobody."""
