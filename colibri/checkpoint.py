@@ -24,6 +24,10 @@ class Checkpoint(NamedTuple):
     shards: list[Shard]
     tensors: dict[str, TensorInfo]
 
+    def fault(self, tensor: TensorInfo, text: str) -> ContainerError:
+        """The error that something is wrong with a tensor: its file, its name, and what."""
+        return ContainerError(f"{self.shards[tensor.shard].path}: tensor {tensor.name}: {text}")
+
     def absent(self, names: list[str]) -> list[str]:
         """Files that should hold `names`, or that the numbering lacks; each with the reason."""
         present = {shard.path.name for shard in self.shards}

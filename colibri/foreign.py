@@ -44,10 +44,10 @@ def require_runnable(checkpoint: Checkpoint) -> None:
     """ContainerError for packed codes, which are converted first."""
     name = next((name for name in checkpoint.tensors if name.endswith(PACKED)), None)
     if name is not None:
-        path = checkpoint.shards[checkpoint.tensors[name].shard].path
-        raise ContainerError(
-            f"{path}: tensor {name}: a checkpoint of compressed-tensors cannot be run as it is; "
-            "convert it first: colibri convert SRC DST"
+        raise checkpoint.fault(
+            checkpoint.tensors[name],
+            "a checkpoint of compressed-tensors cannot be run as it is; convert it first: colibri "
+            "convert SRC DST",
         )
 
 

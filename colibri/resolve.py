@@ -20,7 +20,7 @@ class Resolver:
     """Turns names into MatrixRefs, checking dtypes, sizes and scales against the shape wanted."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.fail = checkpoint, checkpoint.fault
         self.own = [own_formats(shard) for shard in checkpoint.shards]
 
     def matrix(self, name: str, rows: int, cols: int) -> MatrixRef:
@@ -47,10 +47,6 @@ class Resolver:
             scales = tensor.name + ".qs"
             return f"is {tensor.dtype} without scales ({scales}); not a container we can read"
         return f"dtype {tensor.dtype} cannot be read; expected F32, BF16 or F16"
-
-    def fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
-        path = self.checkpoint.shards[tensor.shard].path
-        return ContainerError(f"{path}: tensor {tensor.name}: {fault}")
 
     def _plain(self, tensor: TensorInfo, rows: int, cols: int) -> MatrixRef:
         if tensor.name + ".qs" in self.checkpoint.tensors:

@@ -43,7 +43,7 @@ class Matrices:
     """Finds them in a checkpoint; `block` is FP8's. ContainerError names what is wrong."""
 
     def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK) -> None:
-        self._checkpoint, self._tensors, self._block = checkpoint, checkpoint.tensors, block
+        self._fail, self._tensors, self._block = checkpoint.fault, checkpoint.tensors, block
 
     def one(self, name: str, shape: tuple[int, ...]) -> Matrix:
         """A matrix, or a vector as one row."""
@@ -214,10 +214,6 @@ class Matrices:
                 f"are I32 {list(shape)}",
             )
         return Zeros(_place(tensor), bits)
-
-    def _fail(self, tensor: TensorInfo, fault: str) -> ContainerError:
-        path = self._checkpoint.shards[tensor.shard].path
-        return ContainerError(f"{path}: tensor {tensor.name}: {fault}")
 
 
 def _stem(tensor: TensorInfo) -> str:
