@@ -21,7 +21,7 @@ from colibri import glm_template
 from colibri.errors import ConfigError, UsageError
 from colibri.glm_template import PREFIX, PREFIX_TOKENS, GlmTemplate
 from colibri.jinja_template import SENTINEL, compile_template
-from colibri.strictjson import parse_object
+from colibri.strictjson import read_object
 from colibri.tokenizer import Room, Tokenizer
 
 Message = Mapping[str, Any]
@@ -53,7 +53,7 @@ class Template:
         """The directory's chat_template.jinja, else tokenizer_config.json's, else GLM's own, of the
         version that config.json hints at."""
         directory = Path(directory)
-        config = _read_optional(directory / "tokenizer_config.json")
+        config = read_object(directory / "tokenizer_config.json", ConfigError) or {}
         path = directory / "chat_template.jinja"
         if path.exists():
             sources: Any = _read_text(path)
@@ -350,21 +350,9 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    except OSError as why:
-        raise ConfigError(
-            f"{path} cannot be read: {why.strerror}. Make it readable, or restore it from the "
-            "model's repository."
-        ) from why
-    return parse_object(data, str(path), ConfigError)
-
-
 def _hinted_version(directory: Path) -> str:
-    positions = _read_optional(directory / "config.json").get("max_position_embeddings")
+    config = read_object(directory / "config.json", ConfigError) or {}
+    positions = config.get("max_position_embeddings")
     return "5.1" if positions == _POSITIONS_5_1 else DEFAULT_VERSION
 
 

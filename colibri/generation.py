@@ -5,9 +5,8 @@ from typing import Any
 
 from colibri.errors import ConfigError
 from colibri.knobs import BY_NAME, Settings
-from colibri.paths import unreadable
 from colibri.sampling import SamplingParams
-from colibri.strictjson import parse_object
+from colibri.strictjson import read_object
 
 FILE = "generation_config.json"
 # Field of the file, and of SamplingParams and Settings.
@@ -17,12 +16,7 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p")
 def recommended(directory: Path) -> dict[str, float | int]:
     """What the file says about sampling; empty without a file. ConfigError names a bad value."""
     path = directory / FILE
-    try:
-        raw = parse_object(path.read_bytes(), str(path), ConfigError)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(unreadable(path, error)) from error
+    raw = read_object(path, ConfigError) or {}
     found = {name: raw[name] for name in _FIELDS if raw.get(name) is not None}
     return {name: _checked(path, name, value) for name, value in found.items()}
 

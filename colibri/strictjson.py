@@ -2,9 +2,11 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from colibri.errors import ColibriError
+from colibri.paths import unreadable
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,3 +48,14 @@ def parse_object(data: bytes, where: str, error: type[ColibriError]) -> dict[str
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def read_object(path: Path, error: type[ColibriError]) -> dict[str, Any] | None:
+    """The JSON object in a file, None when there is no file; `error` as in parse_object."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as why:
+        raise error(unreadable(path, why)) from why
+    return parse_object(data, str(path), error)

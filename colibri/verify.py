@@ -24,7 +24,7 @@ from colibri.convert.sides import EXPECTED
 from colibri.errors import ColibriError, ConfigError, ContainerError
 from colibri.mirror import open_mirror
 from colibri.shard import Shard, TensorInfo, read_shard
-from colibri.strictjson import parse_object
+from colibri.strictjson import parse_object, read_object
 from colibri.tokenizer import Tokenizer
 
 CONFIG, TOKENIZER = EXPECTED[:2]
@@ -122,15 +122,12 @@ def _check_index(verdict: Verdict, shards: list[Shard]) -> None:
     """What the index and the record of the conversion promise must be there."""
     directory = verdict.directory
     try:
-        data = (directory / INDEX).read_bytes()
-        weights = parse_object(data, str(directory / INDEX), ContainerError).get("weight_map", {})
+        index = read_object(directory / INDEX, ContainerError)
+        if index is None:
+            return
+        weights = index.get("weight_map", {})
         if not (isinstance(weights, dict) and all(isinstance(f, str) for f in weights.values())):
             raise ContainerError(f"{directory / INDEX}: its weight_map is no table of file names")
-    except FileNotFoundError:
-        return
-    except OSError as why:
-        verdict.faults.append(f"{directory / INDEX}: cannot be read: {why.strerror}")
-        return
     except ContainerError as why:
         verdict.faults.append(f"{why}. {_remedy(directory, directory / INDEX)}")
         return

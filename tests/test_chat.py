@@ -373,9 +373,7 @@ def test_unusable_template_entries(value, tmp_path):
 def test_an_unreadable_tokenizer_config(tmp_path):
     """It is named with what is wrong and what to do."""
     (tmp_path / "tokenizer_config.json").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"_config\.json cannot be read: Is a directory\. Make it"
-    ):
+    with pytest.raises(ConfigError, match=r"_config\.json: cannot be read: Is a directory; see to"):
         Template.load(tmp_path)
 
 

@@ -22,7 +22,7 @@ from colibri.checkpoint import WORK, Checkpoint, merge
 from colibri.errors import ContainerError, UsageError
 from colibri.shard import Shard, TensorInfo
 from colibri.state import sync_directory
-from colibri.strictjson import parse_object
+from colibri.strictjson import read_object
 from colibri.writer import cannot_write, write_file
 
 RECORD = "conversion.json"  # kept beside the finished shards
@@ -110,11 +110,9 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest at `path`; None when there is none, ContainerError when it is no manifest."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    fields = read_object(path, ContainerError)
+    if fields is None:
         return None
-    fields = parse_object(data, str(path), ContainerError)
     if fields.pop("version", None) != _VERSION:
         raise ContainerError(
             f"{path}: made by another version of colibri; convert with that version, or remove "
@@ -272,9 +270,8 @@ def read_record(target: Path) -> dict[str, Any] | None:
     ContainerError for a file that says something else.
     """
     path = target / RECORD
-    try:
-        fields = parse_object(path.read_bytes(), str(path), ContainerError)
-    except FileNotFoundError:
+    fields = read_object(path, ContainerError)
+    if fields is None:
         return None
     source = fields.get("source")
     origin = source.get("origin") if isinstance(source, dict) else None
