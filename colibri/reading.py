@@ -10,7 +10,7 @@ from colibri.container import Container
 from colibri.errors import ColibriError, StateError
 from colibri.machine import PIECE, Disk, DiskWay, record_bytes
 from colibri.pagecache import evict
-from colibri.state import State, make_directory, read_document, write_document
+from colibri.state import State, read_document, write_document
 
 FORMAT = "colibri-reading-1"
 _SIZE = 64 << 20  # bytes read by each way: a fraction of a second, a second on a slow disk
@@ -26,7 +26,8 @@ def choose(container: Container, state: State, measure: "Measure | None" = None)
         rates = (measure or measured)(container)
         path = _place(container, state)
         if path is not None:
-            state.keep("how this disk is best read", lambda: _write(path, rates))
+            document = {"format": FORMAT, "rates": rates}
+            state.keep("how this disk is best read", lambda: write_document(path, document))
     if container.mirrors:
         rates = {mode: rate for mode, rate in rates.items() if mode != "mmap"}  # reads one drive
     best = max(rates, key=rates.__getitem__, default="direct")
@@ -101,8 +102,3 @@ def _place(container: Container, state: State) -> Path | None:
         return None
     disk = container.shards[-1].path.stat().st_dev
     return state.place("reading", f"{container.fingerprint}-{disk:x}.json")
-
-
-def _write(path: Path, rates: dict[str, float]) -> None:
-    make_directory(path.parent)
-    write_document(path, {"format": FORMAT, "rates": rates})

@@ -12,7 +12,7 @@ from pathlib import Path
 from colibri.engine import Engine
 from colibri.errors import ColibriError, StateError
 from colibri.plan import pools
-from colibri.state import State, make_directory, read_document, write_document
+from colibri.state import State, read_document, write_document
 from colibri.turn import Progress
 
 BLOCK = 64  # experts read between two looks at whether to stop: about a gigabyte of GLM-5.2's
@@ -47,12 +47,10 @@ class Resident:
         if not self.applies:
             return
         pairs = [*dict.fromkeys([*self._engine.model.resident(), *self._unread])]
-
-        def write() -> None:
-            make_directory(self.path.parent)
-            write_document(self.path, {"format": FORMAT, "experts": pairs})
-
-        self._state.keep("the set of experts in memory", write)
+        document = {"format": FORMAT, "experts": pairs}
+        self._state.keep(
+            "the set of experts in memory", lambda: write_document(self.path, document)
+        )
 
     def remembered(self) -> list[Pair]:
         """What was in memory and has a place now, the hottest first."""

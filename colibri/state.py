@@ -125,7 +125,8 @@ def _sweep(path: Path) -> None:
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """One line of JSON and its checksum."""
+    """One line of JSON and its checksum, in a directory that is made if need be."""
+    make_directory(path.parent)
     line = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
     with writing(path) as file:
         file.write(line + b"\n" + _SUM.encode() + checksum([line]).encode() + b"\n")
