@@ -78,7 +78,7 @@ class Contents:
         """What there is, counted: layers, experts, tensors."""
         layers = plural(self.config.num_hidden_layers, "layer")
         layers += " and the MTP layer" if self.has_mtp else ""
-        experts = sum(self.sparse) * self.config.n_routed_experts
+        experts = len(self.sparse_layers) * self.config.n_routed_experts
         return f"{layers}, {plural(experts, 'expert')}, {plural(len(self.tensors), 'tensor')}"
 
     def note_unused(

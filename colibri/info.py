@@ -62,7 +62,7 @@ def info_of(container: Container) -> Info:
     config = container.config
     parts = _parts(container)
     sizes = {part.name: part.nbytes for part in parts}
-    main = [n for n, sparse in enumerate(container.sparse) if sparse and n != config.mtp_layer]
+    main = [layer for layer in container.sparse_layers if layer != config.mtp_layer]
     per_layer = [container.expert_bytes(layer) for layer in main]
     used = config.num_experts_per_tok
     dense = sum(sizes[name] for name in PARTS if name in sizes) - sizes["embedding"]
@@ -134,9 +134,7 @@ def _parts(container: Container) -> tuple[Part, ...]:
         bytes_of[part] += form.nbytes(ref.rows, ref.cols)
         weights[part] += ref.rows * ref.cols
         formats.setdefault(part, Counter())[str(form)] += ref.rows * ref.cols
-    for layer, sparse in enumerate(container.sparse):
-        if not sparse:
-            continue
+    for layer in container.sparse_layers:
         part = MTP if layer == mtp_layer else EXPERTS
         nbytes, uses = _experts(container, layer)
         bytes_of[part] += nbytes

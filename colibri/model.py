@@ -164,8 +164,8 @@ class Model:
             self._set(entry.layer, entry.role, self.container.matrix(entry.name), error)
         if self.config.tie_word_embeddings:
             self._set(-1, "head", self.container.matrix("lm_head.weight"), error)
-        for layer, sparse in enumerate(self.container.sparse[: self.layers]):
-            if sparse:
+        for layer in self.container.sparse_layers:
+            if layer < self.layers:
                 table = np.ascontiguousarray(self.container.experts(layer))
                 tensors = ffi.from_buffer("clb_tensor[]", table)
                 check(lib.clb_model_set_experts(self.handle, layer, tensors, error), error)

@@ -140,8 +140,8 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
 
     kinds = container.index_kinds
     layers = config.num_hidden_layers
-    sparse = [layer for layer in range(layers) if container.sparse[layer]]
-    experts = format_of(container.expert(sparse[-1], 0)[0])
+    main = [layer for layer in container.sparse_layers if layer < layers]
+    experts = format_of(container.expert(main[-1], 0)[0])
     formats = Counter(str(form(e)) for e in container.entries if len(e.shape) == 2)
     return Shape(
         name=container.directory.resolve().name,
@@ -150,7 +150,7 @@ def of_container(container: Container, mtp: bool = True) -> Shape:
         dense=_work(config, (e for e in container.entries if _each_token(e, layers)), form),
         head=_work(config, [_head(container.entries)], form),
         mtp_dense=_work(config, (e for e in container.entries if e.layer == layers), form),
-        expert=_expert_of(container, sparse[0]),
+        expert=_expert_of(container, main[0]),
         mtp_expert=_expert_of(container, layers) if container.has_mtp else _NOTHING,
         resident=dense_bytes(container, mtp),
         files=container.bytes,
