@@ -23,7 +23,7 @@ from colibri.server.guard import Guard, Guarded
 from colibri.server.items import RESPONSES
 from colibri.server.mailbox import Mailbox
 from colibri.server.message import MessageShape
-from colibri.server.openapi import description
+from colibri.server.openapi import POSTS, description
 from colibri.server.refusal import MESSAGES, Refusal, encode
 from colibri.server.reply import Delta, Reply, Whole, Wish
 from colibri.server.response import ResponseShape
@@ -32,11 +32,6 @@ from colibri.server.service import Service
 from colibri.server.shapes import ChatShape, Choices, CompletionShape, Shape
 from colibri.server.stream import EventStream, events, refusal_of
 from colibri.server.tools import ToolParser
-
-_API = (
-    "/v1/chat/completions", "/v1/completions", "/v1/models", MESSAGES, f"{MESSAGES}/count_tokens",
-    RESPONSES, f"{RESPONSES}/input_tokens",
-)  # fmt: skip
 
 
 def make_app(service: Service) -> Any:
@@ -128,10 +123,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
-        name = request.path_params["id"]
-        if name != self.service.id:
-            message = f"there is no model {name[:200]!r} here; this server has {self.service.id!r}."
-            raise Refusal(message, "model", status=404, code="model_not_found")
+        self.service.require_model(request.path_params["id"])
         return _json(self._model())
 
     async def health(self, request: Request) -> Response:
@@ -255,7 +247,7 @@ class Api:
 def _meant(path: str) -> str:
     """The usual mistake: OpenAI's clients want a base URL with /v1, Anthropic's one without."""
     right = re.sub("(/v1)*/", "/v1/", path, count=1)
-    if right == path or right not in _API:
+    if right == path or right not in (*POSTS, "/v1/models"):
         return ""
     return f" {right} is: look at the client's base URL."
 

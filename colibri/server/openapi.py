@@ -10,6 +10,14 @@ from colibri.server.fields import Table
 from colibri.server.refusal import MESSAGES
 from colibri.server.tables import CHAT, COMPLETION
 
+POSTS = {  # by path, what a request may hold
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    MESSAGES: blocks.MESSAGES,
+    f"{MESSAGES}/count_tokens": blocks.COUNT,
+    items.RESPONSES: items.CREATE,
+    f"{items.RESPONSES}/input_tokens": items.COUNT,
+}
 _GETS = {
     "/v1/models": "The model there is.",
     "/health": "Whether the engine runs.",
@@ -20,15 +28,7 @@ _GETS = {
 
 def description() -> dict[str, Any]:
     """OpenAPI 3.1."""
-    posts = {
-        "/v1/chat/completions": CHAT,
-        "/v1/completions": COMPLETION,
-        MESSAGES: blocks.MESSAGES,
-        f"{MESSAGES}/count_tokens": blocks.COUNT,
-        items.RESPONSES: items.CREATE,
-        f"{items.RESPONSES}/input_tokens": items.COUNT,
-    }
-    paths = {path: {"post": _post(Table(fields).schema())} for path, fields in posts.items()}
+    paths = {path: {"post": _post(Table(fields).schema())} for path, fields in POSTS.items()}
     gets = {path: {"get": {"summary": text, **_ANSWERS}} for path, text in _GETS.items()}
     return {
         "openapi": "3.1.0",

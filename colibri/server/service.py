@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,40 +45,31 @@ class Service:
         self.watch = Watch(engine, self.metrics, self.id, tell)
         self.scheduler = Scheduler(engine, settings.queue, self.watch, ready, slots)
         self._marks = tools.marks(engine.tokenizer)
-        self.metrics.gauge("colibri_active", "Requests being answered.", self._active)
-        self.metrics.gauge("colibri_waiting", "Requests in the queue.", self._waiting)
-        self.metrics.gauge("colibri_kept_tokens", "Tokens in kept caches.", self._kept)
-
-    def _active(self) -> float:
-        return self.scheduler.active
-
-    def _waiting(self) -> float:
-        return self.scheduler.waiting
-
-    def _kept(self) -> float:
-        return sum(self.scheduler.kept)
+        gauge, scheduler = self.metrics.gauge, self.scheduler
+        gauge("colibri_active", "Requests being answered.", lambda: scheduler.active)
+        gauge("colibri_waiting", "Requests in the queue.", lambda: scheduler.waiting)
+        gauge("colibri_kept_tokens", "Tokens in kept caches.", lambda: sum(scheduler.kept))
 
     # ---- prompts ------------------------------------------------------------------------------
 
     def chat(self, asked: ChatAsked) -> tuple[Prompt, ToolParser | None]:
         """The conversation in the model's template; Refusal when that or the room is lacking."""
-        self._check_model(asked)
+        self.require_model(asked.model or self.id)
         self._check_template(asked)
         self._check_tags(asked)
         settings, template = self.engine.settings, self.engine.template
         options = {} if asked.clear_thinking is None else {"clear_thinking": asked.clear_thinking}
         try:
-            ids = template.render(
-                asked.messages,
-                self.engine.tokenizer,
-                thinking=settings.thinking if asked.thinking is None else asked.thinking,
-                effort=asked.effort or settings.effort,
-                tools=asked.tools,
-                room=self.engine.require_room,
-                **options,
-            )
-        except ContextFull as error:
-            raise _full(error, "messages") from None
+            with _refused_if_full("messages"):
+                ids = template.render(
+                    asked.messages,
+                    self.engine.tokenizer,
+                    thinking=settings.thinking if asked.thinking is None else asked.thinking,
+                    effort=asked.effort or settings.effort,
+                    tools=asked.tools,
+                    room=self.engine.require_room,
+                    **options,
+                )
         except UsageError as error:
             raise Refusal(f"{error}.", "messages") from None
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -85,7 +77,8 @@ class Service:
         if not ids:
             raise Refusal("the chat template made nothing of these messages.", "messages")
         begun = self._force(asked, ids)
-        self._check_room(ids)
+        with _refused_if_full("messages"):
+            self.engine.require_room(len(ids))
         form = asked.form if begun is None else None
         if not asked.tools:
             return Prompt(ids, form=form), None
@@ -94,9 +87,10 @@ class Service:
 
     def completion(self, asked: CompletionAsked) -> Prompt:
         """Text as `colibri run --raw` takes it, or token ids as they are."""
-        self._check_model(asked)
+        self.require_model(asked.model or self.id)
         if isinstance(asked.prompt, str):
-            prompt = self._raw(asked.prompt)
+            with _refused_if_full("prompt"):
+                prompt = self.engine.raw(asked.prompt)
         else:
             used = self.engine.tokenizer.vocab_used
             bad = next((i for i in asked.prompt if not 0 <= i < used), None)
@@ -105,14 +99,9 @@ class Service:
             prompt = Prompt(list(asked.prompt), markup=False)
         if not prompt.ids:
             raise Refusal("prompt is empty, and this model has no prefix to begin with.", "prompt")
-        self._check_room(prompt.ids, "prompt")
+        with _refused_if_full("prompt"):
+            self.engine.require_room(len(prompt.ids))
         return prompt
-
-    def _raw(self, text: str) -> Prompt:
-        try:
-            return self.engine.raw(text)
-        except ContextFull as error:
-            raise _full(error, "prompt") from None
 
     def sampling(self, asked: Asked) -> SamplingParams:
         """The server's own parameters but for what the request says."""
@@ -144,10 +133,11 @@ class Service:
 
     # ---- what is refused ----------------------------------------------------------------------
 
-    def _check_model(self, asked: Asked) -> None:
-        if asked.model not in (None, "", self.id):
+    def require_model(self, name: str) -> None:
+        """Refusal of any model's name but the one there is."""
+        if name != self.id:
             raise Refusal(
-                f"there is no model {asked.model[:200]!r} here; this server has {self.id!r}.",
+                f"there is no model {name[:200]!r} here; this server has {self.id!r}.",
                 "model",
                 status=404,
                 code="model_not_found",
@@ -178,12 +168,11 @@ class Service:
                 code="unsupported_parameter",
             )
 
-    def _check_room(self, ids: list[int], param: str = "messages") -> None:
-        try:
-            self.engine.require_room(len(ids))
-        except ContextFull as error:
-            raise _full(error, param) from None
 
-
-def _full(error: ContextFull, param: str) -> Refusal:
-    return Refusal(str(error), param, code=FULL)
+@contextmanager
+def _refused_if_full(param: str) -> Iterator[None]:
+    """A context that cannot hold it all is the refusal of a field."""
+    try:
+        yield
+    except ContextFull as error:
+        raise Refusal(str(error), param, code=FULL) from None
