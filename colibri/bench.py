@@ -21,7 +21,7 @@ from colibri.errors import UsageError
 from colibri.figures import Figure, Sample, hash_of, spent
 from colibri.limits import Limits
 from colibri.machine import Disk, record_bytes
-from colibri.memory import RESERVE, budget
+from colibri.memory import budget
 from colibri.model import PILOT_SLOTS, Model, available_isas
 from colibri.pagecache import evict
 from colibri.plan import Demand, Plan, make_plan
@@ -324,7 +324,7 @@ class Bench:
             spares=0 if arm.pilot == "off" else PILOT_SLOTS,
         )
         forgetful = State(None, self._say)
-        return make_plan(demand, room, arm.io, RESERVE, lambda: choose(self.container, forgetful))
+        return make_plan(demand, room, arm.io, lambda: choose(self.container, forgetful))
 
     def _guesses(self, arm: Arm, session: Session, plan: Plan) -> Iterator[np.ndarray] | None:
         """What to feed a pilot before each step of `_decode`; None when it guesses itself."""

@@ -149,14 +149,14 @@ class Engine:
             return replace(self.demand(), caches=session.bytes, scratch=session.scratch.bytes)
 
         size, io = self.context, self.settings.io
-        fits = fitting_context(size, demand, memory.bytes, io, RESERVE)
+        fits = fitting_context(size, demand, memory.bytes, io)
         if fits < size:
             self._shape(fits, self._rows)
 
     def _several(self, memory: Budget) -> int:
         """Conversations of a server that was not told how many: a few, in a quarter of the room."""
         demand = self.demand()
-        room = memory.bytes - demand.dense - demand.scratch - RESERVE
+        room = memory.bytes - demand.fixed + demand.caches
         return max(1, min(_SEVERAL, room // 4 // self.slot.session.bytes))
 
     def _widen_steps(self, memory: Budget) -> None:
@@ -179,7 +179,7 @@ class Engine:
 
     def _divide(self, memory: Budget, streamed: Callable[[], str] = lambda: "direct") -> Plan:
         """What goes where; UsageError when it does not fit. `streamed` as make_plan has it."""
-        return make_plan(self.demand(), memory.bytes, self.settings.io, RESERVE, streamed)
+        return make_plan(self.demand(), memory.bytes, self.settings.io, streamed)
 
     @property
     def _short_of_memory(self) -> bool:

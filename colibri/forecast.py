@@ -101,7 +101,6 @@ class Forecaster:
             lambda size: self.demand(size, budget),
             budget,
             io,
-            RESERVE,
         )
 
     def demand(self, context: int, budget: int) -> Demand:
@@ -132,7 +131,7 @@ class Forecaster:
         """The budget that holds every expert."""
         demand = self.demand(context, self.shape.files)
         experts = demand.experts * demand.layer_slots_bytes
-        return demand.dense + demand.sessions + experts + RESERVE
+        return demand.fixed + experts
 
     def slots(self, plan: Plan, demand: Demand) -> float:
         """Experts a layer that stay in memory, in slots or in the page cache."""
@@ -140,7 +139,7 @@ class Forecaster:
             return plan.slots_per_layer
         if plan.io == "mmap":
             return float(demand.experts)
-        left = plan.budget - demand.dense - demand.sessions - RESERVE
+        left = plan.budget - demand.fixed
         return min(float(demand.experts), max(0.0, left / demand.layer_slots_bytes))
 
     # ---- forecasts --------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class Forecaster:
         UsageError when the budget is too small, with both numbers.
         """
         demand = self.demand(context, budget)
-        plan = make_plan(demand, budget, io, RESERVE)
+        plan = make_plan(demand, budget, io)
         slots = self.slots(plan, demand)
         config = self.shape.config
         used = config.num_experts_per_tok

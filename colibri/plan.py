@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from colibri.amounts import memory_size, number
 from colibri.config import ModelConfig
 from colibri.errors import UsageError
+from colibri.memory import RESERVE
 
 _GIB = 1 << 30
 
@@ -25,14 +26,16 @@ class Demand:
     experts_per_token: int = 1
     spares: int = 0  # slots that the pilot adds, in all; each of a main layer's size
     conversations: int = 1
+    process: int = 0  # Python, the tokenizer and their libraries
 
     @classmethod
     def of(cls, config: ModelConfig, **others: int) -> "Demand":
-        """With what the configuration says; `others`: the bytes, and what has a default."""
+        """With what the configuration says, and RESERVE; `others`: all else."""
         return cls(
             experts=config.n_routed_experts,
             layers=config.sparse_layer_count,
             experts_per_token=config.num_experts_per_tok,
+            process=RESERVE,
             **others,
         )
 
@@ -40,6 +43,11 @@ class Demand:
     def sessions(self) -> int:
         """Bytes of all conversations: their caches, and the scratch they share."""
         return self.caches + self.scratch
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of everything but experts."""
+        return self.dense + self.sessions + self.process
 
     @property
     def layer_slots_bytes(self) -> int:
@@ -63,22 +71,20 @@ def make_plan(
     demand: Demand,
     budget: int,
     io: str = "auto",
-    reserve: int = 0,
     streamed: Callable[[], str] = lambda: "direct",
 ) -> Plan:
-    """Divide `budget` bytes; `reserve` of them stay with Python and the tokenizer.
+    """Divide `budget` bytes.
 
     With io "auto", `streamed` says how experts are best read when not all of them stay in memory.
     UsageError when the dense part and the sessions do not fit, or, with io buffered or direct, not
     one slot a layer remains.
     """
-    fixed = demand.dense + demand.sessions + reserve
-    left = budget - fixed
+    left = budget - demand.fixed
     least = demand.layer_slots_bytes if io in ("buffered", "direct") else 0
     if left < 0:
         raise UsageError(
             f"the dense weights ({memory_size(demand.dense)}), the caches "
-            f"({memory_size(demand.sessions)}) and {memory_size(reserve)} for the process "
+            f"({memory_size(demand.sessions)}) and {memory_size(demand.process)} for the process "
             f"do not fit {memory_size(budget)}; "
             f"give more memory with --ram or a smaller --ctx{_fewer(demand, least - left)}"
         )
@@ -86,25 +92,23 @@ def make_plan(
     mode = _choose(demand, left, fits, streamed) if io == "auto" else io
     if mode == "mmap":
         tight = left < demand.container - demand.dense
-        return Plan("mmap-tight" if tight else "mmap", 0, fixed, budget)
+        return Plan("mmap-tight" if tight else "mmap", 0, demand.fixed, budget)
     if fits < 1:
         raise UsageError(
             f"{memory_size(left)} are left for experts and one slot in each of {demand.layers} "
             f"layers needs {memory_size(demand.layer_slots_bytes)}; give more memory with --ram "
             f"or use --io mmap{_fewer(demand, least - left)}"
         )
-    footprint = fixed + _slots_bytes(demand, fits) + spare
+    footprint = demand.fixed + _slots_bytes(demand, fits) + spare
     return Plan(mode, fits, footprint, budget, _notes(demand, fits), pilot=spare > 0)
 
 
-def fitting_context(
-    size: int, demand: Callable[[int], Demand], budget: int, io: str, reserve: int
-) -> int:
+def fitting_context(size: int, demand: Callable[[int], Demand], budget: int, io: str) -> int:
     """`size` tokens, halved until one conversation fits beside the weights, if any size does."""
 
     def fits(size: int) -> bool:
         wanted = demand(size)
-        left = budget - wanted.dense - wanted.sessions - reserve
+        left = budget - wanted.fixed
         return left >= 0 and (io not in ("buffered", "direct") or _slots(wanted, left)[0] > 0)
 
     while size > 1 and not fits(size):

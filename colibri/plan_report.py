@@ -60,7 +60,7 @@ def report(forecaster: Forecaster, budget: Budget, asked: int | None, io: str) -
 def _divided(forecaster: Forecaster, nbytes: int, asked: int | None, io: str) -> tuple[int, Plan]:
     """The context that fits, and what goes where; UsageError when nothing does."""
     context = forecaster.context(nbytes, asked, io)
-    return context, make_plan(forecaster.demand(context, nbytes), nbytes, io, RESERVE)
+    return context, make_plan(forecaster.demand(context, nbytes), nbytes, io)
 
 
 def _too_small(

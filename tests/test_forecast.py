@@ -302,7 +302,7 @@ def test_a_context_leaves_room_for_the_slots_that_are_asked_for(glm):
         budget = tenths * GIB // 10
         size = forecaster.context(budget, io="direct")
         shorter += size < forecaster.context(budget)
-        assert make_plan(forecaster.demand(size, budget), budget, "direct", RESERVE)
+        assert make_plan(forecaster.demand(size, budget), budget, "direct")
     assert shorter
 
 

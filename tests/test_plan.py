@@ -16,12 +16,12 @@ DEMAND = Demand(
 
 def test_slots_fill_what_is_left():
     """A budget below the container becomes direct slots, as many as fit, shared by all layers."""
-    plan = make_plan(DEMAND, 2 * GB, reserve=100 * MB)
+    plan = make_plan(replace(DEMAND, process=100 * MB), 2 * GB)
     assert plan.io == "direct"
     assert plan.footprint <= 2 * GB < plan.footprint + DEMAND.slot
     whole, rest = divmod(2 * GB - 700 * MB, 92 * MB)
     assert plan.slots_per_layer == whole + rest // (4 * MB) / 21
-    most = make_plan(DEMAND, 700 * MB + 5 * 92 * MB - 1, reserve=100 * MB)
+    most = make_plan(DEMAND, 600 * MB + 5 * 92 * MB - 1)
     assert most.slots_per_layer == 4 + 20 / 21  # a fifth would need one of the MTP layer's, too
     assert plan.notes == ()
 
@@ -37,7 +37,7 @@ def test_everything_fits():
 def test_the_pilots_slots_are_within_the_budget():
     """Spare slots are paid for before slots a layer are, and not at all when all experts fit."""
     piloted = replace(DEMAND, spares=4)
-    plan = make_plan(piloted, 2 * GB, reserve=100 * MB)
+    plan = make_plan(replace(piloted, process=100 * MB), 2 * GB)
     assert plan.pilot and plan.footprint <= 2 * GB
     main = round(plan.slots_per_layer * DEMAND.layers) + 4
     drafts = int(plan.slots_per_layer)
