@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from colibri.bench import Arm, Request
 
 _QUICK = {"repeat": 2, "tokens": 8, "prompt": 64}
-_FULL = {"repeat": 5, "tokens": 48, "prompt": 512}
 
 
 class Items(click.ParamType):
@@ -174,9 +173,9 @@ def request_of(options: dict[str, Any]) -> "Request":
     from colibri.bench import CACHED, SECTIONS, Request
     from colibri.memory import physical_cores
 
-    defaults = _QUICK if options["quick"] else _FULL
-    sizes = {name: options[name] or value for name, value in defaults.items()}
-    sections = options["only"] or tuple(SECTIONS)
+    given = {name: options[name] for name in _QUICK if options[name]}
+    sizes = (_QUICK if options["quick"] else {}) | given
+    sections = options["only"] or SECTIONS
     if options["busy"] and not CACHED & set(sections):
         raise UsageError("--busy disturbs a cached run; add decode to --only")
     return Request(

@@ -21,7 +21,7 @@ from colibri._core import ffi, lib
 from colibri.container import Container
 from colibri.errors import UsageError
 from colibri.formats import FLOATS, Format, Kind
-from colibri.machine import Disk, DiskWay
+from colibri.machine import PIECE, Disk, DiskWay
 from colibri.model import Model, available_isas, check
 from colibri.session import Session
 from colibri.state import PARTIAL
@@ -34,7 +34,6 @@ MANY = 16  # rows at which products are no longer bound by unpacking weights
 STEP_AT = 256  # where a small model's step is measured: it attends and chooses keys as later on
 _STEPS, _BURSTS = 256, 4
 _SHAPE = (256, 2048)  # of the matrix that is multiplied: it stays in a core's own cache
-_PIECE = 1 << 20
 _LEAST = 2 << 20  # bytes a thread reads at least
 _PATIENCE = 60  # seconds until a thread that never comes is an error
 _BARRIER_BYTES = 8 << 20  # a thread reads between two barriers: so much that these cost little
@@ -216,12 +215,12 @@ def disk_at(directory: Path, threads: int = 0) -> DiskSpeed:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
-            block = os.urandom(_PIECE)
-            for _ in range(_FILE_BYTES // _PIECE):
+            block = os.urandom(PIECE)
+            for _ in range(_FILE_BYTES // PIECE):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        return _measure(Disk.of_file(path, 16 * _PIECE), _FILE_BYTES, threads)
+        return _measure(Disk.of_file(path, 16 * PIECE), _FILE_BYTES, threads)
     except OSError as why:
         raise UsageError(
             f"--disk {directory}: cannot be measured ({why.strerror}); give GB/s instead"
@@ -233,7 +232,7 @@ def disk_at(directory: Path, threads: int = 0) -> DiskSpeed:
 
 def _measure(disk: Disk, size: int, threads: int) -> DiskSpeed:
     """The best of a few ways; then records that are read one by one."""
-    piece = min(_PIECE, disk.record_bytes)
+    piece = min(PIECE, disk.record_bytes)
     ways = [DiskWay(True, piece, 16), DiskWay(True, piece, 32), DiskWay(False, piece, 16)]
     rates = {way: disk.measure(way, size) or 0.0 for way in ways}
     way = max(ways, key=lambda way: rates[way])

@@ -61,7 +61,7 @@ class Session:
         check(lib.clb_session_new(*wanted, out, self._error), self._error)
         self._freed: list[bool] = []
         self.handle = ffi.gc(out[0], partial(_free, self._freed))
-        self._rows = 0
+        self.rows = 0  # of the last step
         self._make_room(1)
         self._draft_logits = np.empty(model.config.vocab_size, np.float32)
         self._draft_out = _floats(self._draft_logits)
@@ -118,7 +118,7 @@ class Session:
     def _commit(self, ids: Sequence[int]) -> None:
         self._start = len(self.tokens)
         self.tokens += ids
-        self._rows = len(ids)
+        self.rows = len(ids)
 
     @property
     def logits(self) -> np.ndarray:
@@ -126,20 +126,15 @@ class Session:
         return self._logits
 
     @property
-    def rows(self) -> int:
-        """Rows of the last step; 0 before the first."""
-        return self._rows
-
-    @property
     def hidden(self) -> np.ndarray:
         """Post-norm hidden states of the last step's rows, as far as they were not taken back: f32
         view [rows, hidden_size]. CoreError after `restore`."""
-        return self._hidden(self._start, self._rows)
+        return self._hidden(self._start, self.rows)
 
     @property
     def last_hidden(self) -> np.ndarray:
         """The last row of `hidden`: f32 view [1, hidden_size]."""
-        return self._hidden(self._start + self._rows - 1, 1)
+        return self._hidden(self._start + self.rows - 1, 1)
 
     def _hidden(self, position: int, rows: int) -> np.ndarray:
         """The same of any rows that are still kept (csrc/colibri.h); valid until the next step."""

@@ -74,12 +74,12 @@ class Turn:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.receipt: Receipt | None = None
+        self.ledger = Ledger()  # what has been counted so far
         self._progress, self._others = progress, others
         self._cancelled = False
         self._read = self._reused = 0  # prompt tokens run, and those that were there already
         self._pieces: dict[str, list[str]] = {TEXT: [], REASONING: [], MARK: []}
         self._splitter = Splitter(engine.tokenizer, prompt)
-        self._ledger = Ledger()
         self._clock = _Clock()
         self._drafter, self._depth = engine.speculation(slot, sampler.params)
 
@@ -98,11 +98,6 @@ class Turn:
         """How many of `token_ids` were reasoning or its tags; they come first."""
         return self._splitter.reasoned
 
-    @property
-    def ledger(self) -> Ledger:
-        """What has been counted so far."""
-        return self._ledger
-
     def cancel(self) -> None:
         """End the turn soon; any thread or signal handler may call this."""
         self._cancelled = True
@@ -113,7 +108,7 @@ class Turn:
         if self.receipt or not self._clock.begun:  # over but for the last piece, or yet to begin
             return
         if self._clock.prefilled:
-            self._ledger.waited(seconds)
+            self.ledger.waited(seconds)
         else:
             self._clock.waited += seconds
 
@@ -171,7 +166,7 @@ class Turn:
             self._drafter,
             self._depth,
             Limits(self.max_tokens or self.session.context, self.engine.stops),
-            self._ledger,
+            self.ledger,
             self.engine.settings.mode,
             pause,
         )
@@ -210,7 +205,7 @@ class Turn:
             prefill_tokens=self._read,
             prompt_seconds=prefilled - clock.begun - clock.waited,
             answer_tokens=len(self.token_ids),
-            answer_seconds=self._ledger.wall - self._ledger.others,
+            answer_seconds=self.ledger.wall - self.ledger.others,
             first_token_seconds=None if clock.first is None else clock.first - clock.begun,
             prompt_counters=_difference(between, before),
             answer_counters=_difference(after, between),
@@ -221,7 +216,7 @@ class Turn:
             drafter=self._drafter.name if self._drafter else None,
             mode=Mode.COUPLED.value if self.sampler.follows else engine.settings.mode,
             finish_reason=self.finish_reason,
-            ledger=self._ledger,
+            ledger=self.ledger,
             peak_bytes=stats.peak_bytes(),
             reasoning_alone=bool(self.reasoning and not self.text),
             notes=tuple(self.sampler.warnings),
