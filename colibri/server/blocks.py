@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from colibri.server.fields import (
@@ -16,31 +16,24 @@ from colibri.server.fields import (
     Stops,
     Table,
     Text,
+    TextOr,
     Typed,
     Words,
-    wrong,
 )  # fmt: skip
 from colibri.server.refusal import NO_THREADS
 from colibri.server.tables import SHARED, FunctionName
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(TextOr):
     """Text, or a list of blocks."""
 
-    block: Typed
+    def __init__(self, tables: Mapping[str, Sequence[Field]]) -> None:
+        super().__init__(ListOf(Typed(tables)), "blocks")
 
     def read(self, value: Any, where: str) -> list[dict[str, Any]]:
         """The blocks; text is one."""
-        if isinstance(value, str):
-            return [{"type": "text", "text": value}]
-        if not isinstance(value, list):
-            raise wrong(where, value, "text or a list of blocks")
-        return ListOf(self.block).read(value, where)
-
-    def schema(self) -> dict[str, Any]:
-        """string or array."""
-        return {"anyOf": [{"type": "string"}, ListOf(self.block).schema()]}
+        found = super().read(value, where)
+        return [{"type": "text", "text": found}] if isinstance(found, str) else found
 
 
 _CACHE = Field("cache_control", Object(), "Accepted; prefixes are found without it.")
@@ -61,7 +54,7 @@ _USE = (
     Field("caller", Only(({"type": "direct"},)), "The model is the only one."),
     Field("toolset_name", Only(()), "Not supported."),
 )
-_TEXTS = Blocks(Typed({"text": _TEXT}))
+_TEXTS = Blocks({"text": _TEXT})
 _RESULT = (
     Field("tool_use_id", Text(), "Which call it answers.", required=True),
     Field("content", _TEXTS, "What came of it."),
@@ -71,7 +64,7 @@ _RESULT = (
 
 
 def _content(**tables: Sequence[Field]) -> tuple[Field]:
-    return (Field("content", Blocks(Typed(tables)), "What is said.", required=True),)
+    return (Field("content", Blocks(tables), "What is said.", required=True),)
 
 
 _MESSAGE = Typed(

@@ -165,6 +165,26 @@ class ListOf:
 
 
 @dataclass(frozen=True)
+class TextOr:
+    """Text, or a list of one kind of things; `called` is what a refusal calls them."""
+
+    things: ListOf
+    called: str
+
+    def read(self, value: Any, where: str) -> Any:
+        """str or list."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise wrong(where, value, f"text or a list of {self.called}")
+        return self.things.read(value, where)
+
+    def schema(self) -> dict[str, Any]:
+        """string or array."""
+        return {"anyOf": [{"type": "string"}, self.things.schema()]}
+
+
+@dataclass(frozen=True)
 class Object:
     """Any object, passed on as it is."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,11 @@ from colibri.server.fields import (
     Only,
     Table,
     Text,
+    TextOr,
     Typed,
     Words,
-    wrong,
 )  # fmt: skip
-from colibri.server.tables import CHAT, CHOICES, EFFORTS, FunctionName
+from colibri.server.tables import CHAT, CHOICES, EFFORTS, FUNCTION, FunctionName
 
 RESPONSES = "/v1/responses"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -30,43 +31,31 @@ _HOSTED = (
 _CLIENTS = ("custom", "shell", "local_shell", "apply_patch")
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(TextOr):
     """Text, or a list of parts that are text."""
 
-    part: Typed
+    def __init__(self, tables: Mapping[str, Sequence[Field]]) -> None:
+        super().__init__(ListOf(Typed(tables)), "parts")
 
     def read(self, value: Any, where: str) -> str:
         """The text of all parts."""
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise wrong(where, value, "text or a list of parts")
-        parts = ListOf(self.part).read(value, where)
+        parts = super().read(value, where)
+        if isinstance(parts, str):
+            return parts
         return "".join(part["refusal" if part["type"] == "refusal" else "text"] for part in parts)
 
-    def schema(self) -> dict[str, Any]:
-        """string or array."""
-        return {"anyOf": [{"type": "string"}, ListOf(self.part).schema()]}
 
-
-@dataclass(frozen=True)
-class Items:
+class Items(TextOr):
     """What the user says, or a list of items."""
 
-    item: Typed
+    def __init__(self, item: Typed) -> None:
+        super().__init__(ListOf(item, 1), "items")
 
     def read(self, value: Any, where: str) -> list[dict[str, Any]]:
         """The items; text is one."""
-        if isinstance(value, str):
-            return [{"type": "message", "role": "user", "content": value}]
-        if not isinstance(value, list):
-            raise wrong(where, value, "text or a list of items")
-        return ListOf(self.item, 1).read(value, where)
-
-    def schema(self) -> dict[str, Any]:
-        """string or array."""
-        return {"anyOf": [{"type": "string"}, ListOf(self.item, 1).schema()]}
+        found = super().read(value, where)
+        said = {"type": "message", "role": "user", "content": found}
+        return [said] if isinstance(found, str) else found
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ _OUTPUT = (
     Field("parsed", Object(), "Accepted; text is what counts."),  # added by OpenAI's own client
 )
 _REFUSAL = (Field("refusal", Text(), "The text.", required=True),)
-_SAID = Parts(Typed({**_INPUT, "output_text": _OUTPUT, "refusal": _REFUSAL}))
+_SAID = Parts({**_INPUT, "output_text": _OUTPUT, "refusal": _REFUSAL})
 _MESSAGE = (
     Field(
         "role", Words(("user", "assistant", "system", "developer")), "Who speaks.", required=True
@@ -114,8 +103,8 @@ _MESSAGE = (
     Field("phase", Text(), "Accepted, as it was answered."),
 )
 _REASONING = (
-    Field("content", Parts(Typed({"reasoning_text": (_TEXT,)})), "Reasoning, as it was answered."),
-    Field("summary", Parts(Typed({"summary_text": (_TEXT,)})), "Counts where nothing else is."),
+    Field("content", Parts({"reasoning_text": (_TEXT,)}), "Reasoning, as it was answered."),
+    Field("summary", Parts({"summary_text": (_TEXT,)}), "Counts where nothing else is."),
     Field("encrypted_content", Text(), "The same, where content is left out; others' is no use."),
     _ID,
     _STATUS,
@@ -133,7 +122,7 @@ _CALL = (
 )
 _RESULT = (
     Field("call_id", Text(), "Which call it answers.", required=True),
-    Field("output", Parts(Typed(_INPUT)), "What came of it.", required=True),
+    Field("output", Parts(_INPUT), "What came of it.", required=True),
     Field("name", FunctionName(), "Accepted; call_id is what counts."),
     _NAMESPACE,
     _ID,
@@ -157,10 +146,7 @@ _ITEM = Typed(
 # ---- tools --------------------------------------------------------------------------------------
 
 _FUNCTION = (
-    Field("name", FunctionName(), "Its name.", required=True),
-    Field("description", Text(), "What it does."),
-    Field("parameters", Object(), "Its parameters, in JSON Schema."),
-    Field("strict", Flag(), "Arguments keep to the schema, or it is refused."),
+    *FUNCTION,
     Field("output_schema", Object(), "Accepted; nothing is done with it."),
     Field("allowed_callers", Only((["direct"], [])), "The model is the only one."),
     Field("defer_loading", Only((False,)), "Not supported."),

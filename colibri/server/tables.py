@@ -143,18 +143,16 @@ _FORMAT = Typed(
         ),
     }
 )
-_FUNCTION = Table(
-    (
-        Field("name", FunctionName(), "Its name.", required=True),
-        Field("description", Text(), "What it does."),
-        Field("parameters", Object(), "Its parameters, in JSON Schema."),
-        Field("strict", Flag(), "Arguments keep to the schema, or it is refused."),
-    )
+FUNCTION = (
+    Field("name", FunctionName(), "Its name.", required=True),
+    Field("description", Text(), "What it does."),
+    Field("parameters", Object(), "Its parameters, in JSON Schema."),
+    Field("strict", Flag(), "Arguments keep to the schema, or it is refused."),
 )
 _TOOL = Table(
     (
         Field("type", Words(("function",)), "Functions are the only tools.", required=True),
-        Field("function", _FUNCTION, "The function.", required=True),
+        Field("function", Table(FUNCTION), "The function.", required=True),
     )
 )
 _CALL = Table(
