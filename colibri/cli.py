@@ -4,6 +4,7 @@ Modules that need NumPy or the core are imported by the command that uses them, 
 quick.
 """
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -250,9 +251,14 @@ def info(model: str | None, as_json: bool) -> int:
     headers only. MODEL as for `colibri run`.
     """
     settings = settings_of({}, model)
-    from colibri.run import show_info
+    from colibri.engine import model_directory
+    from colibri.info import describe, render
+    from colibri.terminal import Terminal
 
-    return show_info(settings, as_json)
+    found = describe(model_directory(settings))
+    text = json.dumps(found.as_dict(), indent=1) if as_json else render(found)
+    Terminal.of(settings.screen).write(text + "\n")
+    return Exit.OK
 
 
 @cli.command(cls=Command, short_help="Answer over HTTP, as OpenAI's API and Anthropic's do.")

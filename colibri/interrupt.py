@@ -16,16 +16,16 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, the first SIGINT makes `fd` readable and calls `on_first`.
+    """While entered, each SIGINT makes `fd` readable and calls `stop`.
 
     The second raises KeyboardInterrupt in the main thread, as soon as the core returns to Python.
     Outside the main thread nothing is installed.
     """
 
-    def __init__(self, on_first: Callable[[], None] | None = None) -> None:
+    def __init__(self, stop: Callable[[], None] | None = None) -> None:
         self.count = 0
         self.fd = -1
-        self._on_first = on_first
+        self._stop = stop
         self._write = -1
 
     @property
@@ -60,8 +60,8 @@ class Interrupts:
         except BlockingIOError:
             arrived = 1
         self.count += arrived
-        if self._on_first:
-            self._on_first()
+        if self._stop:
+            self._stop()
         if self.count > 1:
             raise KeyboardInterrupt
 

@@ -217,13 +217,11 @@ def _records(container: Container, size: int) -> tuple[int, list[int]]:
 
 def cached_bytes(paths: list[Path]) -> int:
     """Bytes of these files in the page cache."""
-    return sum(_cached(path) for path in paths)
-
-
-def _cached(path: Path) -> int:
-    error, size = ffi.new("clb_error *"), ffi.new("int64_t *")
-    check(lib.clb_measure_cached(os.fsencode(path), size, error), error)
-    return int(size[0])
+    error, size, total = ffi.new("clb_error *"), ffi.new("int64_t *"), 0
+    for path in paths:
+        check(lib.clb_measure_cached(os.fsencode(path), size, error), error)
+        total += size[0]
+    return total
 
 
 # ---- this process -------------------------------------------------------------------------------

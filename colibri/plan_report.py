@@ -147,7 +147,7 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
         f"{memory_size(tree['session_bytes'])},"
     )
     yield (
-        f"         and {_slots(here, model)} of {model['experts_per_layer']} experts a layer; "
+        f"         and {_slots(here)} of {model['experts_per_layer']} experts a layer; "
         "the others stay on disk"
         if here["hits"] < 1
         else f"         and all {model['experts']:,} experts"
@@ -160,17 +160,18 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
         f"         from disk {file_size(here['cold_bytes'])} when none is in memory, "
         f"{file_size(here['warm_bytes'])} when warm ({100 * here['hits']:.0f}% hits)"
     )
-    yield f"speed    {_speed(here)}, limited by {here['parts']['limit']}{_drafted(here)}"
+    limit = here["parts"]["limit"]
+    yield f"speed    {_speed(here['rate'])} tok/s, limited by {limit}{_drafted(here)}"
     yield ""
     yield from _table(
         ("memory", "experts a layer", "hits", "from disk", "tok/s", "limited by"),
-        [_budget_cells(row, model) for row in tree["budgets"]],
+        [_budget_cells(row) for row in tree["budgets"]],
     )
     yield ""
     yield from _table(
         ("text", "tok/s", "first token", "limited by"),
         [
-            (f"{row['length']} tokens", _speed(row, ""), roughly(row["first_token"]),
+            (f"{row['length']} tokens", _speed(row["rate"]), roughly(row["first_token"]),
              row["parts"]["limit"])
             for row in tree["lengths"]
         ],
@@ -182,15 +183,15 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
         yield from textwrap.wrap(f"note: {note}", 88, subsequent_indent="      ")
 
 
-def _budget_cells(row: dict[str, Any], model: dict[str, Any]) -> tuple[str, ...]:
+def _budget_cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["error"]:
         return (memory_size(row["budget"]), "-", "-", "-", "-", "does not fit")
     return (
         memory_size(row["budget"]),
-        _slots(row, model),
+        _slots(row),
         f"{100 * row['hits']:.0f}%",
         file_size(row["warm_bytes"]),
-        _speed(row, ""),
+        _speed(row["rate"]),
         row["parts"]["limit"],
     )
 
@@ -206,19 +207,18 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells)
 
 
-def _slots(row: dict[str, Any], model: dict[str, Any]) -> str:
+def _slots(row: dict[str, Any]) -> str:
     return "all" if row["hits"] == 1 else number(row["slots"])
 
 
-def _speed(row: dict[str, Any], unit: str = " tok/s") -> str:
-    return f"{row['rate']:.2g}{unit}" if row["rate"] < 10 else f"{row['rate']:.0f}{unit}"
+def _speed(rate: float) -> str:
+    return f"{rate:.2g}" if rate < 10 else f"{rate:.0f}"
 
 
 def _drafted(row: dict[str, Any]) -> str:
     if row["drafted"] is None or row["drafted"] <= 1.02 * row["rate"]:
         return ""
-    drafted = _speed({"rate": row["drafted"]}, "")
-    return f"; {drafted} if {100 * ACCEPTED:.0f}% of single drafts are kept"
+    return f"; {_speed(row['drafted'])} if {100 * ACCEPTED:.0f}% of single drafts are kept"
 
 
 def _threads(machine: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`colibri run` and `colibri info`: one prompt answered, one directory described."""
+"""`colibri run`: one prompt answered."""
 
 import json
 import sys
@@ -159,13 +159,3 @@ def _print_receipt(terminal: Terminal, settings: Settings, turn: Turn, as_json: 
         return
     assert turn.receipt is not None
     terminal.note(_RECEIPTS[settings.stats](turn.receipt, terminal.note_width))
-
-
-def show_info(settings: Settings, as_json: bool) -> int:
-    """Print what a model directory holds."""
-    from colibri.info import describe, render
-
-    terminal = Terminal.of(settings.screen)
-    info = describe(model_directory(settings))
-    terminal.write((json.dumps(info.as_dict(), indent=1) if as_json else render(info)) + "\n")
-    return Exit.OK
