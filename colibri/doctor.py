@@ -20,9 +20,14 @@ from colibri.knobs import Settings
 from colibri.paths import expanded
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
+CHECKS = (
+    "core", "processor", "memory", "speed", "model", "fit", "files", "disk", "state", "limits",
+)  # fmt: skip
 SLOW_DISK = 1e9  # bytes a second below which streaming is told to be slow
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "afs", "glusterfs"}
 _SPARE_FILES = 64  # descriptors beside the shards
+Result = tuple[str, ...]  # of a check: a finding without its name
+_NO_MODEL: Result = SKIP, "not examined: there is no model to look at"
 
 
 @dataclass(frozen=True)
@@ -45,42 +50,26 @@ class Doctor:
         self.container: Any = None
 
     def examine(self) -> list[Finding]:
-        """Ten findings, in an order in which each may rest on those before it."""
-        checks: list[tuple[str, Callable[[], Finding]]] = [
-            ("core", self.check_core),
-            ("processor", self.check_processor),
-            ("memory", self.check_memory),
-            ("speed", self.check_speed),
-            ("model", self.check_model),
-            ("fit", self.check_fit),
-            ("files", self.check_files),
-            ("disk", self.check_disk),
-            ("state", self.check_state),
-            ("limits", self.check_limits),
-        ]
-        return [_guarded(name, check) for name, check in checks]
+        """A finding a check, in an order in which each may rest on those before it."""
+        return [Finding(name, *_guarded(getattr(self, f"check_{name}"))) for name in CHECKS]
 
     # ---- this installation ------------------------------------------------------------------
 
-    def check_core(self) -> Finding:
+    def check_core(self) -> Result:
         """The compiled core is there, and computes what it should."""
         try:
             from colibri.selftest import agree
         except ImportError as why:
-            return Finding(
-                "core", FAIL, f"the compiled core cannot be loaded: {why}",
-                "install it again where a C compiler is: pip install --force-reinstall .",
-            )  # fmt: skip
+            remedy = "install it again where a C compiler is: pip install --force-reinstall ."
+            return FAIL, f"the compiled core cannot be loaded: {why}", remedy
         wrong = agree()
         if wrong:
-            return Finding(
-                "core", FAIL, f"{wrong} kernels give other bits than the plain C reference",
-                "set COLIBRI_ISA=scalar, and report this with the processor's name",
-            )  # fmt: skip
+            remedy = "set COLIBRI_ISA=scalar, and report this with the processor's name"
+            return FAIL, f"{wrong} kernels give other bits than the plain C reference", remedy
         version = ".".join(map(str, sys.version_info[:3]))
-        return Finding("core", OK, f"compiled, loaded into Python {version}, and exact")
+        return OK, f"compiled, loaded into Python {version}, and exact"
 
-    def check_processor(self) -> Finding:
+    def check_processor(self) -> Result:
         """Which kernels run, on how many cores."""
         from colibri.machine import describe
         from colibri.model import available_isas
@@ -91,34 +80,34 @@ class Doctor:
         found = f"{name}: {isa} kernels, {plural(threads, 'thread')} on {plural(cores, 'core')}"
         if isa == "scalar":
             remedy = "right but slow: this needs AVX2 (x86-64 since 2013) or NEON"
-            return Finding("processor", WARN, found, remedy)
+            return WARN, found, remedy
         if threads > cores:
             remedy = f"more threads than cores wait for each other: use --threads {cores}"
-            return Finding("processor", WARN, found, remedy)
-        return Finding("processor", OK, found)
+            return WARN, found, remedy
+        return OK, found
 
-    def check_memory(self) -> Finding:
+    def check_memory(self) -> Result:
         """What may be used, and which limit says so."""
         found = memory.budget(self.settings.ram, self.root)
         text = f"{memory_size(found.bytes)} may be used ({found.source})"
         free = memory.available(self.root)
         if found.bytes > free.available:
             remedy = f"only {memory_size(free.available)} are free ({free.source}); lower --ram"
-            return Finding("memory", FAIL, text, remedy)
-        return Finding("memory", OK, text)
+            return FAIL, text, remedy
+        return OK, text
 
-    def check_speed(self) -> Finding:
+    def check_speed(self) -> Result:
         """How fast memory is read."""
         from colibri.machine import MEMORY_BYTES, read_bandwidth
 
         threads = self.settings.threads or memory.physical_cores(self.root)
         rate = read_bandwidth(threads, 0.2, MEMORY_BYTES // 4)
         text = f"memory reads {rate / 1e9:.3g} GB/s with {plural(threads, 'thread')}"
-        return Finding("speed", OK, text)
+        return OK, text
 
     # ---- the model --------------------------------------------------------------------------
 
-    def check_model(self) -> Finding:
+    def check_model(self) -> Result:
         """The directory is a whole container with a tokenizer."""
         from colibri.container import Container
         from colibri.engine import model_directory
@@ -132,17 +121,17 @@ class Doctor:
         Tokenizer.load(self.directory)
         faults = verify(self.directory, mirrors=mirrors).faults
         if faults:
-            return Finding("model", FAIL, faults[0], "colibri verify says more")
+            return FAIL, faults[0], "colibri verify says more"
         nbytes = container.bytes
         files = plural(len(container.shards), "file")
         text = f"{self.directory}: whole, {files}, {file_size(nbytes)}"
         for mirror in container.mirrors:
             text += f", {len(mirror.files)} of them in {mirror.directory} too"
         if container.notes:
-            return Finding("model", WARN, f"{text}; {container.notes[0]}", "colibri info says more")
-        return Finding("model", OK, text)
+            return WARN, f"{text}; {container.notes[0]}", "colibri info says more"
+        return OK, text
 
-    def check_fit(self) -> Finding:
+    def check_fit(self) -> Result:
         """How much of it stays in memory."""
         from colibri.context import USEFUL
         from colibri.forecast import Forecaster
@@ -150,7 +139,7 @@ class Doctor:
         from colibri.shapes import of_container
 
         if self.container is None:
-            return _skipped("fit")
+            return _NO_MODEL
         shape = of_container(self.container, self.settings.mtp and self.settings.draft != 0)
         shape = replace(shape, kv_dtype=self.settings.kv_dtype)
         forecaster = Forecaster(shape, Speeds(1, 1e10, 1e9))
@@ -165,37 +154,35 @@ class Doctor:
         text = f"dense weights, a context of {context} tokens and {kept} fit"
         if context < min(USEFUL, shape.config.max_position_embeddings):
             remedy = "that holds hardly a question and its answer: give more memory"
-            return Finding("fit", WARN, text, remedy)
+            return WARN, text, remedy
         if here.slots < used:
             remedy = f"a token needs {used} a layer, so most are read again: give more memory"
-            return Finding("fit", WARN, text, remedy)
-        return Finding("fit", OK, text)
+            return WARN, text, remedy
+        return OK, text
 
-    def check_files(self) -> Finding:
+    def check_files(self) -> Result:
         """Where the files lie, and that they can be read."""
         if self.container is None:
-            return _skipped("files")
+            return _NO_MODEL
         locked = [s.path for s in self.container.shards if not os.access(s.path, os.R_OK)]
         if locked:
             remedy = f"chmod u+r {locked[0]}"
-            return Finding("files", FAIL, f"{plural(len(locked), 'file')} cannot be read", remedy)
+            return FAIL, f"{plural(len(locked), 'file')} cannot be read", remedy
         path = self.container.shards[0].path
         kind, device = _mount_of(path.resolve(), self.root)
         text = f"on {kind or 'an unknown file system'}" + (f" ({device})" if device else "")
         if kind in _NETWORK:
-            return Finding(
-                "files", WARN, f"{text}: across a network",
-                "experts are read all the time: copy the model to a disk of this machine",
-            )  # fmt: skip
-        return Finding("files", OK, text)
+            remedy = "experts are read all the time: copy the model to a disk of this machine"
+            return WARN, f"{text}: across a network", remedy
+        return OK, text
 
-    def check_disk(self) -> Finding:
+    def check_disk(self) -> Result:
         """How fast expert records are read."""
         from colibri.probe import disk_of
         from colibri.shapes import of_container
 
         if self.container is None:
-            return _skipped("disk")
+            return _NO_MODEL
         shape = of_container(self.container, mtp=False)
         rate = disk_of(self.container, shape.expert.total, size=64 << 20).rate
         text = f"reads expert records at {rate / 1e9:.3g} GB/s"
@@ -206,33 +193,33 @@ class Doctor:
             kind = (
                 "an SSD" if _rotates(self.container.shards[0].path, self.root) else "a faster one"
             )
-            return Finding("disk", WARN, text, f"copy the model to {kind}")
-        return Finding("disk", OK, text + (", of which so small a model needs none" * small))
+            return WARN, text, f"copy the model to {kind}"
+        return OK, text + (", of which so small a model needs none" * small)
 
     # ---- what surrounds it ------------------------------------------------------------------
 
-    def check_state(self) -> Finding:
+    def check_state(self) -> Result:
         """Whether anything can be kept."""
         if self.settings.state is None:
             remedy = "set COLIBRI_STATE to a directory to save conversations"
-            return Finding("state", WARN, "nothing is kept (there is no state directory)", remedy)
+            return WARN, "nothing is kept (there is no state directory)", remedy
         try:
             path = expanded(self.settings.state, "COLIBRI_STATE")
         except UsageError as why:
-            return Finding("state", WARN, str(why), "set COLIBRI_STATE to another directory")
+            return WARN, str(why), "set COLIBRI_STATE to another directory"
         there = next(p for p in (path, *path.parents) if os.path.lexists(p))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             remedy = f"make {there} writable, or set COLIBRI_STATE to another directory"
-            return Finding("state", WARN, f"{path}: cannot be written", remedy)
-        return Finding("state", OK, f"{path}: can be written")
+            return WARN, f"{path}: cannot be written", remedy
+        return OK, f"{path}: can be written"
 
-    def check_limits(self) -> Finding:
+    def check_limits(self) -> Result:
         """Limits of the system that stand in the way."""
         problems = list(self._limits())
         if problems:
             found = "; ".join(text for text, _ in problems)
-            return Finding("limits", WARN, found, "; ".join(remedy for _, remedy in problems))
-        return Finding("limits", OK, "open files, address space and io_uring are as needed")
+            return WARN, found, "; ".join(remedy for _, remedy in problems)
+        return OK, "open files, address space and io_uring are as needed"
 
     def _open_files(self) -> int:
         if self.container is None:
@@ -254,17 +241,17 @@ class Doctor:
             yield "io_uring is switched off", "sysctl kernel.io_uring_disabled=0 reads faster"
 
 
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+def _guarded(check: Callable[[], Result]) -> Result:
     """What a check found, or the error that it met."""
     try:
         return check()
     except ColibriError as error:
         text, *remedy = re.split(r"; |\. ", str(error), maxsplit=1)
-        return Finding(name, FAIL, text.rstrip("."), "".join(remedy) or _remedy(error))
+        return FAIL, text.rstrip("."), "".join(remedy) or _remedy(error)
     except ImportError as error:
-        return Finding(name, FAIL, f"not examined: {error}", "see core")
+        return FAIL, f"not examined: {error}", "see core"
     except (OSError, MemoryError) as error:
-        return Finding(name, FAIL, str(error) or "out of memory", "see the system's log")
+        return FAIL, str(error) or "out of memory", "see the system's log"
 
 
 def _remedy(error: ColibriError) -> str:
@@ -272,10 +259,6 @@ def _remedy(error: ColibriError) -> str:
     if isinstance(error, UsageError):
         return "give the directory that holds the model's config.json"
     return "colibri info says more"
-
-
-def _skipped(name: str) -> Finding:
-    return Finding(name, SKIP, "not examined: there is no model to look at")
 
 
 # ---- the machine's files ------------------------------------------------------------------------
