@@ -96,10 +96,6 @@ class Hub:
             f"{self.address}: {name}", lambda: self._download(name, directory, file)
         )
 
-    def fetch_if_there(self, name: str, directory: Path) -> Path | None:
-        """As `fetch`; None for a file that the repository lacks."""
-        return self.fetch(name, directory) if name in self.files else None
-
     def _download(self, name: str, directory: Path, file: HubFile) -> Path:
         path = Path(
             self._hub.hf_hub_download(

@@ -39,8 +39,7 @@ def read_hub(hub: Hub, directory: Path) -> Sides:
     """Those a repository has, fetched into `directory`."""
 
     def read(name: str) -> bytes | None:
-        path = hub.fetch_if_there(name, directory)
-        return None if path is None else path.read_bytes()
+        return hub.fetch(name, directory).read_bytes() if name in hub.files else None
 
     return _collect(read)
 

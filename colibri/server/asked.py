@@ -74,7 +74,7 @@ class CompletionAsked(Asked):
 
 def chat(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/chat/completions; Refusal names the field that cannot be honoured."""
-    return conversation(fields.read(dict(body), CHAT))
+    return conversation(fields.read(body, CHAT))
 
 
 def conversation(given: Mapping[str, Any], parameters: str = "function.parameters") -> ChatAsked:
@@ -101,7 +101,7 @@ def conversation(given: Mapping[str, Any], parameters: str = "function.parameter
 
 def completion(body: Mapping[str, Any]) -> CompletionAsked:
     """Read the body of /v1/completions; Refusal names the field that cannot be honoured."""
-    given = fields.read(dict(body), COMPLETION)
+    given = fields.read(body, COMPLETION)
     shared = _shared(given, given.get("max_tokens"), given.get("logprobs"), given.get("user", ""))
     return CompletionAsked(**shared, prompt=given["prompt"])
 

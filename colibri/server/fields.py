@@ -231,7 +231,7 @@ class Field:
     required: bool = False
 
 
-def read(body: dict[str, Any], fields: Sequence[Field], prefix: str = "") -> dict[str, Any]:
+def read(body: Mapping[str, Any], fields: Sequence[Field], prefix: str = "") -> dict[str, Any]:
     """The fields that are given, checked; Refusal for any other, by name.
 
     null leaves out a field that is not known, too: clients send back all that their answers have.

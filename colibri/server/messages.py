@@ -17,12 +17,12 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def message(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/messages; Refusal names the field that cannot be honoured."""
-    return conversation(_as_chat(fields.read(dict(body), MESSAGES)), "input_schema")
+    return conversation(_as_chat(fields.read(body, MESSAGES)), "input_schema")
 
 
 def count(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/messages/count_tokens."""
-    return conversation(_as_chat(fields.read(dict(body), COUNT)), "input_schema")
+    return conversation(_as_chat(fields.read(body, COUNT)), "input_schema")
 
 
 def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,13 +31,13 @@ class ResponseAsked(ChatAsked):
 
 def response(body: Mapping[str, Any]) -> ResponseAsked:
     """Read the body of /v1/responses; Refusal names the field that cannot be honoured."""
-    given = fields.read(dict(body), CREATE)
+    given = fields.read(body, CREATE)
     return ResponseAsked(**vars(conversation(_as_chat(given), "parameters")), given=given)
 
 
 def count(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/responses/input_tokens."""
-    return conversation(_as_chat(fields.read(dict(body), COUNT)), "parameters")
+    return conversation(_as_chat(fields.read(body, COUNT)), "parameters")
 
 
 def renamed(make: Callable[[ChatAsked], T]) -> Callable[[ChatAsked], T]:
