@@ -32,8 +32,8 @@ SERVE_GROUPS = (
 _SHORT = {"max_tokens": "-n"}
 _ELSEWHERE = {  # their modules, and the function where it is not `command`
     "chat": "chat_cli", "plan": "plan_cli", "doctor": "doctor_cli", "bench": "bench_cli",
-    "convert": "convert_cli:convert", "repack": "convert_cli:repack",
-    "verify": "convert_cli:verify", "score": "convert_cli:score",
+    "score": "score_cli", "convert": "convert_cli:convert", "repack": "convert_cli:repack",
+    "verify": "convert_cli:verify",
 }  # fmt: skip
 _ORDER = (  # of the help: what one needs first stands first
     "run", "chat", "serve", "plan", "doctor", "convert", "verify", "info", "repack", "score",

@@ -1,24 +1,19 @@
-"""`colibri convert`, `repack`, `verify` and `score`: the options, and what is shown meanwhile."""
+"""`colibri convert`, `repack` and `verify`: the options, and what is shown meanwhile."""
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from colibri import knobs
 from colibri.amounts import duration, file_size, plural
-from colibri.cli import Command, knob_options, settings_of
+from colibri.cli import Command, settings_of
 from colibri.errors import ContainerError, Exit, UsageError
 from colibri.knobs import Settings
-from colibri.paths import require_writable
 from colibri.terminal import Terminal, is_terminal
 
 if TYPE_CHECKING:
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
     from colibri.layout import Formats
     from colibri.score import Score
 
-_PREFIX_ROOM = 8  # tokens of a model's prefix
 _LOG_EVERY = 30.0  # seconds between progress lines where nobody watches
 _FORMATS = ("experts", "dense", "mtp", "table")
 EPILOG = """\b
@@ -153,55 +147,6 @@ def verify(directory: Path, deep: bool, mirror: str | None, threads: int | None)
     return Exit.ERROR
 
 
-@click.command("score", cls=Command)
-@click.argument("model", required=False)
-@click.option(
-    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
-    metavar="FILE", required=True, help="UTF-8 text to predict; - is stdin.",
-)  # fmt: skip
-@click.option(
-    "--window",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens that a token may look back on; the text is cut into such pieces. "
-    "[default: 1024, or what the model holds]",
-)
-@click.option("--markup", is_flag=True, help="Control tokens in the text are control tokens.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Keep which experts the text asked for (plan --trace, tools/replay_trace.py).",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@knob_options(knobs.MACHINE, without=("context", "warm"))
-def score(
-    model: str | None,
-    text: Path,
-    window: int | None,
-    markup: bool,
-    trace: Path | None,
-    as_json: bool,
-    **values: Any,
-) -> int:
-    """Say how well a model predicts a text.
-
-    Negative log-likelihood per token and per byte, and perplexity. The same model, text and window
-    give the same figures whatever the machine, the threads or the memory. MODEL as for `colibri
-    run`.
-    """
-    settings = settings_of({**values, "draft": "0"}, model)
-    terminal = Terminal.of(settings.screen)
-    if trace:
-        require_writable(trace)
-    found = _score(settings, text, window, terminal, markup, trace)
-    terminal.clear()
-    terminal.write(
-        json.dumps(found.as_dict()) + "\n" if as_json else "\n".join(_score_lines(found)) + "\n"
-    )
-    return Exit.OK
-
-
 # ---- converting ---------------------------------------------------------------------------------
 
 
@@ -253,7 +198,9 @@ def _carry_out(request: Request, dry_run: bool, threads: int | None, check: Path
         terminal.warning(sentence)
     terminal.write(f"{request.target}: {file_size(plan.final_bytes)}, {outcome.summary}\n")
     if check is not None and before is not None:
-        after = _score(_settings(request.target), check, None, terminal)
+        from colibri.score_cli import score_file
+
+        after = score_file(_settings(request.target), check, None, terminal)
         terminal.clear()
         terminal.write(comparison(before, after) + "\n")
     return Exit.OK
@@ -312,37 +259,7 @@ class _Meter:
             self._next = time.monotonic() + _LOG_EVERY
 
 
-# ---- scoring ------------------------------------------------------------------------------------
-
-
-def _score(
-    settings: Settings,
-    text: Path,
-    window: int | None,
-    terminal: Terminal,
-    markup: bool = False,
-    trace: Path | None = None,
-) -> Score:
-    from colibri.config import ModelConfig
-    from colibri.engine import Engine, model_directory
-    from colibri.score import WINDOW, score_text
-    from colibri.trace import TraceWriter
-
-    content = _read_text(text)
-    limit = ModelConfig.load(model_directory(settings)).max_position_embeddings
-    window = window or max(1, min(WINDOW, limit - _PREFIX_ROOM))
-    engine = Engine.open(
-        replace(settings, context=min(window + _PREFIX_ROOM, limit)), terminal.progress
-    )
-    session = engine.slot.session
-    writer = TraceWriter(session) if trace else None
-    found = score_text(
-        session, engine.tokenizer, content, window,
-        lambda done, total: terminal.progress("scoring token", done, total), markup, writer,
-    )  # fmt: skip
-    if trace and writer:
-        writer.trace().save(trace)
-    return found
+# ---- what it costs ------------------------------------------------------------------------------
 
 
 def _settings(directory: Path) -> Settings:
@@ -358,17 +275,18 @@ def _score_source(request: Request, text: Path, terminal: Terminal) -> Score:
     from colibri.convert.planner import open_contents
     from colibri.convert.source import FloatSource
     from colibri.formats import Format, Kind
+    from colibri.score_cli import score_file
 
     if request.source.startswith(PREFIX):
         raise UsageError("--check scores the source too, so it needs one on this machine")
     source = Path(request.source)
     if not isinstance(open_contents(source), FloatSource):
-        return _score(_settings(source), text, None, terminal)
+        return score_file(_settings(source), text, None, terminal)
     beside = existing(request.target.absolute().parent)
     with tempfile.TemporaryDirectory(dir=beside) as directory:
         floats = Format(Kind.F32)
         convert_directory(source, Path(directory) / "f32", Formats(*[floats] * 4))
-        return _score(_settings(Path(directory) / "f32"), text, None, terminal)
+        return score_file(_settings(Path(directory) / "f32"), text, None, terminal)
 
 
 def comparison(before: Score, after: Score) -> str:
@@ -383,23 +301,6 @@ def comparison(before: Score, after: Score) -> str:
         a, b = of(before), of(after)
         lines.append(f"{name:<16}{a:>12.5f}{b:>12.5f}{b - a:>+12.5f}")
     return "\n".join(lines)
-
-
-def _score_lines(found: Score) -> list[str]:
-    return [
-        f"tokens          {found.scored} ({found.scored_bytes} bytes, window {found.window})",
-        f"nats per token  {found.per_token:.6f}",
-        f"nats per byte   {found.per_byte:.6f}",
-        f"perplexity      {found.perplexity:.6f}",
-    ]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return data.decode("utf-8")
-    except UnicodeDecodeError as why:
-        raise UsageError(f"{path} is not UTF-8 text at byte {why.start}") from None
 
 
 def _terminal() -> Terminal:
