@@ -198,6 +198,15 @@ def test_files_beside_the_weights(command, copy, name, damage, message):
     assert told.status == Exit.ERROR and message in told.err
 
 
+def test_a_configuration_that_cannot_be_read(copy, tmp_path):
+    """It is a fault of a container, and of a checkpoint in codes."""
+    stored = {"a.safetensors": fp8.checkpoint()[0]}
+    codes = shardkit.directory(tmp_path / "fp8", stored, fp8.CONFIG)
+    for place in (copy, codes):
+        _directory(place / "config.json")
+        assert f"{place / 'config.json'}: cannot be read: Is a directory" in faults(place)
+
+
 @pytest.mark.parametrize("source", ["", "\n\n", "[gMASK]<sop>", "{% for m in messages %}"
                                               "{{ m.role }}{% endfor %}"])  # fmt: skip
 def test_a_template_that_says_nothing(copy, source):

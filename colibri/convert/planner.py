@@ -40,7 +40,7 @@ from colibri.layout import Formats
 from colibri.resolve import is_own
 from colibri.shard import read_shard
 from colibri.state import PARTIAL
-from colibri.strictjson import parse_object
+from colibri.strictjson import parse_object, read_object
 
 ENCODER = "2"  # bits of the encoders: a conversion must not mix two versions
 
@@ -191,12 +191,11 @@ def _new_manifest(request: Request, hub: Hub | None, config: str) -> Manifest:
 
 def open_contents(directory: Path) -> FloatSource | Container:
     """A model directory of any form that is run or converted, checked by its headers."""
-    checkpoint = open_checkpoint(directory)
+    checkpoint, config = open_checkpoint(directory), ModelConfig.load(directory)
     if not any(is_coded(tensor) for tensor in checkpoint.tensors.values()):
-        return Container(ModelConfig.load(directory), checkpoint)
-    path = directory / side_files.CONFIG
-    fields = parse_object(path.read_bytes(), str(path), ConfigError)
-    return FloatSource(ModelConfig.load(directory), checkpoint, _fp8_block(fields))
+        return Container(config, checkpoint)
+    fields = read_object(directory / side_files.CONFIG, ConfigError) or {}
+    return FloatSource(config, checkpoint, _fp8_block(fields))
 
 
 def _open_source(
