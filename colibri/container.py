@@ -11,7 +11,7 @@ import numpy as np
 
 from colibri.checkpoint import Checkpoint, open_checkpoint
 from colibri.config import ModelConfig
-from colibri.contents import INDEX_FULL, INDEX_NONE, INDEX_SHARED, Contents
+from colibri.contents import Contents
 from colibri.errors import ContainerError
 from colibri.experts import expert_table, matrix_ref
 from colibri.foreign import require_runnable
@@ -21,7 +21,6 @@ from colibri.mirror import Mirror, open_mirror
 from colibri.quantize import decode
 from colibri.resolve import Resolver, is_own
 
-__all__ = ["INDEX_FULL", "INDEX_NONE", "INDEX_SHARED", "Container", "format_of"]
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _NUMPY = {Kind.F32: "<f4", Kind.F16: "<f2", Kind.BF16: "<u2", Kind.INT8: "<i1"}
 

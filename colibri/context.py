@@ -1,7 +1,8 @@
 """How many tokens the context holds: what was asked for, the model's limit, and memory."""
 
 from colibri.amounts import memory_size
-from colibri.container import INDEX_FULL, Container, format_of
+from colibri.container import Container, format_of
+from colibri.contents import INDEX_FULL
 from colibri.errors import UsageError
 from colibri.memory import RESERVE, Budget
 from colibri.session import KV_DTYPES

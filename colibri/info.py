@@ -9,7 +9,8 @@ import numpy as np
 
 from colibri.amounts import file_size, plural
 from colibri.config import FULL
-from colibri.container import INDEX_FULL, Container, format_of
+from colibri.container import Container, format_of
+from colibri.contents import INDEX_FULL
 from colibri.formats import Format, MatrixRef
 from colibri.inventory import PARTS, records_name
 

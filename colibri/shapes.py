@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from colibri.config import ModelConfig
-from colibri.container import INDEX_FULL, Container, format_of
+from colibri.container import Container, format_of
+from colibri.contents import INDEX_FULL
 from colibri.context import dense_bytes
 from colibri.errors import ConfigError, UsageError
 from colibri.formats import Format

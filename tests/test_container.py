@@ -13,7 +13,8 @@ import shardkit
 from colibri._core import ffi
 from shardkit import SMALL
 
-from colibri.container import INDEX_FULL, INDEX_NONE, INDEX_SHARED, Container, format_of
+from colibri.container import Container, format_of
+from colibri.contents import INDEX_FULL, INDEX_NONE, INDEX_SHARED
 from colibri.convert import convert_directory
 from colibri.errors import ContainerError
 from colibri.experts import MATRIX_DTYPE

@@ -18,8 +18,10 @@ class StopFinder:
 
     def push(self, text: str) -> str:
         """The text that became certain; nothing after a stop was found."""
-        if not self._stops or self.found is not None:
-            return "" if self.found is not None else text
+        if self.found is not None:
+            return ""
+        if not self._stops:
+            return text
         text = self._held + text
         ends = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if ends:

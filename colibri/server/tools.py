@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -87,10 +87,10 @@ class ToolParser:
 
     def push(self, piece: Piece) -> list[Event]:
         """What became certain with this piece."""
-        parts = [piece.text] if piece.kind == MARK else self._finder.push(piece.text)
-        if piece.kind == MARK:
-            parts = [*self._finder.finish(), *parts]
-        return [event for part in parts for event in self._part(part, piece.kind == MARK)]
+        mark = piece.kind == MARK
+        finder, text = self._finder, piece.text
+        parts = [*finder.finish(), text] if mark else finder.push(text)
+        return [event for part in parts for event in self._part(part, mark)]
 
     def finish(self, stopped: bool) -> list[Event]:
         """The answer is over; `stopped`: the model ended it, it was not cut off."""
@@ -112,7 +112,7 @@ class ToolParser:
         """An unclosed call is taken when nothing of it can be missing."""
         schema = self._tools.get(self._name, {})
         given = {*self._given, self._key} if self._state == "value" else set(self._given)
-        required, known = (set(_names(schema.get(name))) for name in ("required", "properties"))
+        required, known = (_names(schema.get(name)) for name in ("required", "properties"))
         whole = stopped or (self._state == "between" and bool(known) and known <= given)
         return whole and required <= given
 
@@ -288,20 +288,16 @@ def _json_of(text: str, allowed: Callable[[Any], bool]) -> str:
 def _typed(value: Any, types: set[str]) -> bool:
     """Whether JSON of a value is meant so, and not as a text, where these types are allowed."""
     kind = _type_of(value)
-    others = types - {"string"} | ({"integer"} if "number" in types else set())
-    is_text = kind == "string" if "string" in types or not types else False
-    mixed = "string" in types and kind not in others
-    return not is_text and not mixed
+    if "string" in types:
+        return kind != "string" and (kind in types or (kind == "integer" and "number" in types))
+    return bool(types) or kind != "string"
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _names(value: Any) -> Iterator[str]:
+def _names(value: Any) -> set[str]:
     """The names in a schema's `required` list or `properties` object."""
-    return (
-        (name for name in value or () if isinstance(name, str))
-        if isinstance(value, (list, dict))
-        else iter(())
-    )
+    found = value if isinstance(value, (list, dict)) else ()
+    return {name for name in found if isinstance(name, str)}
