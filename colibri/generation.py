@@ -8,14 +8,13 @@ from colibri.knobs import BY_NAME, Settings
 from colibri.sampling import SamplingParams
 from colibri.strictjson import read_object
 
-FILE = "generation_config.json"
 # Field of the file, and of SamplingParams and Settings.
 _FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def recommended(directory: Path) -> dict[str, float | int]:
     """What the file says about sampling; empty without a file. ConfigError names a bad value."""
-    path = directory / FILE
+    path = directory / "generation_config.json"
     raw = read_object(path, ConfigError) or {}
     found = {name: raw[name] for name in _FIELDS if raw.get(name) is not None}
     return {name: _checked(path, name, value) for name, value in found.items()}

@@ -20,14 +20,13 @@ from colibri.container import Container
 from colibri.convert.checks import dead_half, zero_half_warning
 from colibri.convert.manifest import RECORD, read_record
 from colibri.convert.planner import open_contents
-from colibri.convert.sides import EXPECTED
+from colibri.convert.sides import CONFIG, EXPECTED, TOKENIZER
 from colibri.errors import ColibriError, ConfigError, ContainerError
 from colibri.mirror import open_mirror
 from colibri.shard import Shard, TensorInfo, read_shard
 from colibri.strictjson import parse_object, read_object
 from colibri.tokenizer import Tokenizer
 
-CONFIG, TOKENIZER = EXPECTED[:2]
 _READ = 1 << 23  # bytes read at a time
 _SAID = "Hello"  # a conversation to try the template on
 Report = Callable[[int, int], None]  # (bytes read, of how many)

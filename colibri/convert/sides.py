@@ -11,9 +11,8 @@ from colibri.errors import ContainerError
 from colibri.paths import unreadable
 from colibri.writer import write_file
 
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
-EXPECTED = (CONFIG, "tokenizer.json", GENERATION)
+CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer.json", "generation_config.json"
+EXPECTED = (CONFIG, TOKENIZER, GENERATION)
 OPTIONAL = (
     "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "LICENSE",
 )  # fmt: skip
