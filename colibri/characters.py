@@ -30,6 +30,10 @@ def inverse(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 def utf8(ranges: Ranges) -> Node:
     """One character of these."""
+    return _CHARACTER if ranges == ANY else _utf8(ranges)
+
+
+def _utf8(ranges: Ranges) -> Node:
     options = [
         _bytes(within, lead, shift)
         for first, last, lead, shift in _WIDTHS
@@ -43,12 +47,18 @@ def _bytes(ranges: Ranges, lead: int, shift: int) -> Node:
 
     No two options begin with the same byte, so that there is one way to read a character.
     """
-    leads: dict[Ranges, set[int]] = {}  # by what comes behind them
-    for top in range(ranges[0][0] >> shift, (ranges[-1][1] >> shift) + 1):
-        start, end = top << shift, (top + 1) << shift
-        behind = tuple((a - start, b - start) for a, b in _clipped(ranges, start, end - 1))
-        if behind:
-            leads.setdefault(behind, set()).add(lead + top)
+    size, leads = 1 << shift, dict[Ranges, set[int]]()  # by what comes behind them
+    pieces: dict[int, list[tuple[int, int]]] = {}  # of what is behind a byte, where it is not all
+    for first, last in ranges:
+        whole = range(-(-first // size), (last + 1) // size)
+        if whole:
+            found = range(lead + whole.start, lead + whole.stop)
+            leads.setdefault(((0, size - 1),), set()).update(found)
+        for top in {first // size, last // size}.difference(whole):
+            piece = max(first - top * size, 0), min(last - top * size, size - 1)
+            pieces.setdefault(top, []).append(piece)
+    for top, behind in pieces.items():
+        leads.setdefault(tuple(behind), set()).add(lead + top)
     options: list[Node] = [OneOf(frozenset(bytes_)) for bytes_ in leads.values()]
     if shift:
         tails = (_bytes(behind, 0x80, shift - 6) for behind in leads)
@@ -58,3 +68,6 @@ def _bytes(ranges: Ranges, lead: int, shift: int) -> Node:
 
 def _clipped(ranges: Ranges, first: int, last: int) -> Ranges:
     return tuple((max(a, first), min(b, last)) for a, b in ranges if a <= last and b >= first)
+
+
+_CHARACTER = _utf8(ANY)

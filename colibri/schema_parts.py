@@ -329,7 +329,7 @@ def kinds(schema: Mapping[str, Any], where: str = "") -> list[str]:
     for kind in found or [[]]:
         if not isinstance(kind, str) or kind not in TYPES:
             raise UsageError(f"{where}.type is {_brief(kind)}; there are {', '.join(TYPES)}")
-    return found
+    return [*dict.fromkeys(found)]
 
 
 def values(schema: Mapping[str, Any]) -> list[Any] | None:

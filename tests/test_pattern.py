@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from colibri import grammar, schema_parts
-from colibri.characters import inverse, utf8
+from colibri.characters import ANY, inverse, utf8
 from colibri.errors import FormError, UsageError
 from colibri.grammar import Matcher
 from colibri.pattern import read
@@ -188,6 +188,11 @@ def test_sets_of_characters():
             within = any(a <= code <= b for a, b in ranges)
             assert matcher.takes(chr(code).encode("utf-8", "surrogatepass")) == within
             assert not within or not 0xD800 <= code < 0xE000
+
+
+def test_any_character_is_made_once():
+    """Any character, which most patterns begin and end with, is one grammar that all share."""
+    assert utf8(inverse(())) is utf8(ANY)
 
 
 @pytest.mark.parametrize(("pattern", "words"), [

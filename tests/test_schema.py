@@ -265,6 +265,12 @@ def test_large_and_deep_schemas():
         compile_schema(deep, "here")
 
 
+def test_a_type_is_looked_at_once():
+    """However often a schema names a type, a text may be of it in one way."""
+    node = compile_schema({"type": ["string", "null"] * 1000}, "here", strict=True)
+    assert isinstance(node, Alt) and len(node.options) == 2
+
+
 def test_a_grammar_that_leads_back_to_itself():
     """A reference to itself adds nothing, and does not hang."""
     loop = Ref()
