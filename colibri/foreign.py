@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from colibri.checkpoint import Checkpoint
@@ -53,12 +53,19 @@ def require_runnable(checkpoint: Checkpoint) -> None:
 
 def require_plain(quantization: Any, where: str) -> None:
     """ConfigError when weights are stored rotated, so that activations would have to be too."""
-    transforms = quantization.get("transform_config") if isinstance(quantization, dict) else None
-    if isinstance(transforms, dict) and transforms.get("config_groups"):
+    if _object(_object(quantization).get("transform_config")).get("config_groups"):
         raise ConfigError(
             f"{where}: quantization_config.transform_config rotates the weights, which is not "
             f"undone; get another checkpoint of the model: {READ}"
         )
+
+
+def lacks_zeros(quantization: Any) -> bool:
+    """Whether packed integers may lack zero points: not where all groups are said to be without
+    symmetry (compressed-tensors' config_groups)."""
+    groups = _object(_object(quantization).get("config_groups"))
+    weights = [_object(_object(group).get("weights")) for group in groups.values()]
+    return not weights or any(each.get("symmetric", True) is not False for each in weights)
 
 
 def gguf_fault(names: Iterable[str]) -> str | None:
@@ -68,3 +75,8 @@ def gguf_fault(names: Iterable[str]) -> str | None:
     if found is None or any(name.endswith(".safetensors") for name in names):
         return None
     return f"{found} is GGUF, which is not read; get another checkpoint of the model: {READ}"
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """What should be an object; an empty one where it is none."""
+    return value if isinstance(value, dict) else {}

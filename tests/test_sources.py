@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import fourbit
@@ -283,6 +283,20 @@ def test_damaged_integers_are_named(tmp_path, suffix, change, message):
     source = directory(tmp_path / "source", stored)
     with pytest.raises(ContainerError, match=message):
         convert_directory(source, tmp_path / "out")
+
+
+def test_zero_points_that_are_gone(tmp_path):
+    """Where all groups are said to be without symmetry each matrix must have its zero points."""
+    stored, _ = fourbit.integers(4, 16, True)
+    del stored[FOUR + "_zero_point"]
+    groups = {n: {"weights": {"num_bits": 4, "symmetric": n == "b"}} for n in "ab"}
+    for said, fault in (("a", True), ("ab", False)):
+        given = {"config_groups": {name: groups[name] for name in said}}
+        source = directory(tmp_path / f"{said}-in", stored, quantization_config=given)
+        refused = pytest.raises(ContainerError, match=f"without {FOUR}_zero_point, which pack-quan")
+        with refused if fault else nullcontext():
+            convert_directory(source, tmp_path / said)
+        assert (tmp_path / said).exists() != fault
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,14 @@ def by_weight(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class Matrices:
-    """Finds them in a checkpoint; `block` is FP8's. ContainerError names what is wrong."""
+    """Finds them in a checkpoint; `block` is FP8's, `lacks_zeros` says that packed integers may be
+    without zero points. ContainerError names what is wrong."""
 
-    def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK) -> None:
-        self._fail, self._tensors, self._block = checkpoint.fault, checkpoint.tensors, block
+    def __init__(
+        self, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK, lacks_zeros: bool = True
+    ) -> None:
+        self._fail, self._tensors = checkpoint.fault, checkpoint.tensors
+        self._block, self._lacks_zeros = block, lacks_zeros
 
     def one(self, name: str, shape: tuple[int, ...]) -> Matrix:
         """A matrix, or a vector as one row."""
@@ -180,6 +184,8 @@ class Matrices:
             raise self._absent(tensor, stem + _SCALE[1], "pack-quantized")
         grid, block = self._groups(scale, rows, cols, bits)
         zeros = self._zero_points(stem, grid, bits)
+        if zeros is None and not self._lacks_zeros:
+            raise self._absent(tensor, stem + _ZEROS, "pack-quantized that is not symmetric")
         blocks = Blocks(_place(scale), scale.dtype, *grid, block, None, zeros)
         dtype = I4 if bits == 4 else I8
         return Matrix(tensor.name, dtype, rows, cols, tensor.shard, tensor.offset, blocks)

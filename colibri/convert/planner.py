@@ -35,7 +35,7 @@ from colibri.convert.public import public_files
 from colibri.convert.shelf import require_deletable, require_unchanged
 from colibri.convert.source import FloatSource, StoredSource
 from colibri.errors import ConfigError, ContainerError, UsageError
-from colibri.foreign import gguf_fault, require_plain
+from colibri.foreign import gguf_fault, lacks_zeros, require_plain
 from colibri.layout import Formats
 from colibri.resolve import is_own
 from colibri.shard import read_shard
@@ -195,7 +195,7 @@ def open_contents(directory: Path) -> FloatSource | Container:
     if not any(is_coded(tensor) for tensor in checkpoint.tensors.values()):
         return Container(config, checkpoint)
     fields = read_object(directory / side_files.CONFIG, ConfigError) or {}
-    return FloatSource(config, checkpoint, _fp8_block(fields))
+    return _float_source(config, checkpoint, fields)
 
 
 def _open_source(
@@ -210,7 +210,7 @@ def _open_source(
     checkpoint = manifest.checkpoint(Path(request.source))
     own = any(is_own(shard) for shard in checkpoint.shards)
     if not own and not any(name.endswith(".qs") for name in checkpoint.tensors):
-        return FloatSource(config, checkpoint, _fp8_block(fields))
+        return _float_source(config, checkpoint, fields)
     if request.layout == "colibri" and own:
         raise UsageError(
             f"{request.source}: is already quantised, and in colibri's own layout; there is "
@@ -224,11 +224,17 @@ def _open_source(
     return StoredSource(config, checkpoint)
 
 
-def _fp8_block(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """quantization_config.weight_block_size, 128 x 128 by default; ConfigError when it is none, or
-    when the weights are no plain ones."""
-    quantization = fields.get("quantization_config") or {}
+def _float_source(
+    config: ModelConfig, checkpoint: Checkpoint, fields: Mapping[str, Any]
+) -> FloatSource:
+    """A checkpoint by what its quantization_config says; ConfigError when it is not converted."""
+    quantization = fields.get("quantization_config")
     require_plain(quantization, "config.json")
+    return FloatSource(config, checkpoint, _fp8_block(quantization), lacks_zeros(quantization))
+
+
+def _fp8_block(quantization: Any) -> tuple[int, int]:
+    """weight_block_size, 128 x 128 by default; ConfigError when it is none."""
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if block is None:
         return FP8_BLOCK

@@ -31,10 +31,14 @@ class FloatSource(Contents):
     """
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        block: tuple[int, int] = FP8_BLOCK,
+        lacks_zeros: bool = True,
     ) -> None:
         super().__init__(config, by_weight(checkpoint))
-        self._matrices = Matrices(self.checkpoint, block)
+        self._matrices = Matrices(self.checkpoint, block, lacks_zeros)
         self._entries = {e.name: self._matrices.one(e.name, e.shape) for e in self.entries}
         self._experts = {layer: self._layer_experts(layer) for layer in self.sparse_layers}
         self.note_unused(set(self._entries), SCALE_SUFFIXES, _BESIDE)
