@@ -198,6 +198,10 @@ def one(item: dict[str, Any]) -> dict[str, Any]:
     return {"input": [item]}
 
 
+UNKEPT = {"type": "function", "name": "u", "strict": True,
+          "parameters": {"properties": {"a": {"not": {}}}}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("body", "param", "word"),
     [
@@ -236,6 +240,15 @@ def one(item: dict[str, Any]) -> dict[str, Any]:
         ({"text": {"format": {"type": "json_schema", "strict": True,
                               "schema": {"pattern": "(?!x)"}}}},
          "text.format.schema", "pattern cannot be kept to"),
+        (one({"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}),
+         "input[0].arguments", "the text of a JSON object"),
+        (one({"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * 9000}),
+         "input[0].arguments", "the text of a JSON object"),
+        ({"tools": [READ, {"type": "namespace", "name": "n", "tools": [SEARCH, UNKEPT]}]},
+         "tools[1].tools[1].parameters", "tools[1].tools[1].parameters.a.not cannot be kept to"),
+        ({"tools": [READ, UNKEPT], "tool_choice": {"type": "allowed_tools", "mode": "auto",
+                                                   "tools": [{"type": "function", "name": "u"}]}},
+         "tools[1].parameters", "a.not cannot be kept to"),
         ({"messages": STORY}, "messages", "not supported"),
         ({"input": "fox " * 1500}, "input", "prompt is too long"),
     ],

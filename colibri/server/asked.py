@@ -80,7 +80,8 @@ def chat(body: Mapping[str, Any]) -> ChatAsked:
 def conversation(given: Mapping[str, Any], parameters: str = "function.parameters") -> ChatAsked:
     """A chat completion's fields, each checked; Refusal when they contradict each other.
 
-    `parameters`: where refusals shall say that a tool has its schema.
+    `parameters`: where refusals shall say that a tool has its schema. `places` among the fields
+    says it for each.
     """
     names = {"max_tokens", "max_completion_tokens"} & set(given)
     if len({given[name] for name in names}) > 1:
@@ -163,9 +164,10 @@ def _tools(given: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     if isinstance(choice, tuple) and choice[0] not in names:
         shown = fields.brief(choice[0])
         raise Refusal(f"tool_choice names {shown}, which is none of the tools.", "tool_choice")
+    usual = [f"tools[{i}].{parameters}" for i in range(len(tools))]
     strict = {
-        tool["function"]["name"]: _arguments(tool["function"], f"tools[{i}].{parameters}")
-        for i, tool in enumerate(tools)
+        tool["function"]["name"]: _arguments(tool["function"], where)
+        for tool, where in zip(tools, given.get("places", usual), strict=True)
         if tool["function"].get("strict")
     }
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,10 @@ from colibri.server.fields import (
     TextOr,
     Typed,
     Words,
+    wrong,
 )  # fmt: skip
 from colibri.server.tables import CHAT, CHOICES, EFFORTS, FUNCTION, FunctionName
+from colibri.server.tools import mended
 
 RESPONSES = "/v1/responses"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -56,6 +59,26 @@ class Items(TextOr):
         found = super().read(value, where)
         said = {"type": "message", "role": "user", "content": found}
         return [said] if isinstance(found, str) else found
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The text of a JSON object, which may have broken off."""
+
+    def read(self, value: Any, where: str) -> str:
+        """The text, as it is."""
+        text = Text().read(value, where)
+        try:
+            fine = not text.strip() or isinstance(json.loads(mended(text)), dict)
+        except (ValueError, RecursionError):
+            fine = False
+        if not fine:
+            raise wrong(where, value, "the text of a JSON object")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        """string."""
+        return Text().schema()
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ _REASONING = (
 _CALL = (
     Field("call_id", Text(), "Which call it is.", required=True),
     Field("name", FunctionName(), "The function's name.", required=True),
-    Field("arguments", Text(), "Its arguments: a JSON object, as text.", required=True),
+    Field("arguments", Arguments(), "Its arguments: a JSON object, as text.", required=True),
     _NAMESPACE,
     _ID,
     _STATUS,

@@ -68,7 +68,8 @@ class ResponseShape(InTurn):
     ) -> None:
         self._tokenizer, self._given = tokenizer, asked.given
         self._head = _head(model, sampling, asked.given)
-        self._spaces = {name: (space, one["name"]) for name, space, one in functions(asked.given)}
+        found = functions(asked.given)
+        self._spaces = {one.name: (one.space, one.said["name"]) for one in found}
         self._events = 0
         self._output: list[dict[str, Any]] = []
         self._open: Item | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from colibri.server import fields
 from colibri.server.asked import ChatAsked, conversation
@@ -17,6 +17,7 @@ _SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stream_options", "user",
     "safety_identifier", "parallel_tool_calls", "top_logprobs",
 )  # fmt: skip
+_SAID = ("description", "parameters", "strict")  # of a function, to the model
 _KEPT = {"all_turns": False, "current_turn": True}  # reasoning.context as clear_thinking
 _NAMES = {"messages": "input", "reasoning_effort": "reasoning.effort"}  # a chat's, and ours
 _SEAL = "colibri:"  # tells reasoning that was answered here from other servers'
@@ -32,12 +33,12 @@ class ResponseAsked(ChatAsked):
 def response(body: Mapping[str, Any]) -> ResponseAsked:
     """Read the body of /v1/responses; Refusal names the field that cannot be honoured."""
     given = fields.read(body, CREATE)
-    return ResponseAsked(**vars(conversation(_as_chat(given), "parameters")), given=given)
+    return ResponseAsked(**vars(conversation(_as_chat(given))), given=given)
 
 
 def count(body: Mapping[str, Any]) -> ChatAsked:
     """Read the body of /v1/responses/input_tokens."""
-    return conversation(_as_chat(fields.read(body, COUNT)), "parameters")
+    return conversation(_as_chat(fields.read(body, COUNT)))
 
 
 def renamed(make: Callable[[ChatAsked], T]) -> Callable[[ChatAsked], T]:
@@ -55,14 +56,24 @@ def renamed(make: Callable[[ChatAsked], T]) -> Callable[[ChatAsked], T]:
     return made
 
 
-def functions(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
-    """Every function: its name for the model, its namespace if it is in one, and itself."""
-    for tool in given.get("tools", ()):
+class Function(NamedTuple):
+    """A function: its name for the model, its namespace if it is in one, itself, and its place."""
+
+    name: str
+    space: str | None
+    said: Mapping[str, Any]
+    where: str
+
+
+def functions(given: Mapping[str, Any]) -> Iterator[Function]:
+    """Every function of a request."""
+    for i, tool in enumerate(given.get("tools", ())):
         if tool["type"] == "function":
-            yield tool["name"], None, tool
-        for one in tool.get("tools", ()):
+            yield Function(tool["name"], None, tool, f"tools[{i}]")
+        for k, one in enumerate(tool.get("tools", ())):
             space = tool["name"]
-            yield _called({**one, "namespace": space}), space, one
+            name = _called({**one, "namespace": space})
+            yield Function(name, space, one, f"tools[{i}].tools[{k}]")
 
 
 def sealed(reasoning: str) -> str:
@@ -98,25 +109,27 @@ def _reasoning(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """The tools; of those that are not allowed, the model is told nothing."""
-    found = [(name, one) for name, _, one in functions(given)]
+    found = [*functions(given)]
     choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         allowed = [_called(one) for one in choice["tools"]]
-        odd = next((name for name in allowed if name not in dict(found)), None)
+        known = {one.name for one in found}
+        odd = next((name for name in allowed if name not in known), None)
         if odd is not None:
             text = f"tool_choice allows {fields.brief(odd)}, which is none of the tools."
             raise Refusal(text, "tool_choice")
-        found = [(name, one) for name, one in found if name in allowed]
+        found = [one for one in found if one.name in allowed]
         choice = choice["mode"]
     elif isinstance(choice, dict):
         choice = (_called(choice),)
-    return {"tools": [_tool(name, one) for name, one in found], "tool_choice": choice}
+    places = [f"{one.where}.parameters" for one in found]
+    return {"tools": [*map(_tool, found)], "places": places, "tool_choice": choice}
 
 
-def _tool(name: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: one[key] for key in ("description", "parameters", "strict") if key in one}
-    whole = FunctionName().read(name, "tools")  # with a namespace it may be too long
-    return {"type": "function", "function": {"name": whole, **kept}}
+def _tool(one: Function) -> dict[str, Any]:
+    said = {key: one.said[key] for key in _SAID if key in one.said}
+    whole = FunctionName().read(one.name, "tools")  # with a namespace it may be too long
+    return {"type": "function", "function": {"name": whole, **said}}
 
 
 def _called(one: Mapping[str, Any]) -> str:
