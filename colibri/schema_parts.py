@@ -33,7 +33,7 @@ _MOST = ("maxLength", "maxItems", "maximum", "exclusiveMaximum")
 _CHOICES = ("anyOf", "oneOf")
 _TOGETHER = ("allOf", "properties", "additionalProperties", "items", "prefixItems")
 _MOST_PARTS = 20_000  # of a schema, those meant twice counted twice: more is a mistake, or malice
-_MOST_LOOKS = 1_000_000  # at names and values, likewise
+_MOST_LOOKS = 500_000  # at names and values, likewise: a few seconds
 _LETTER = 5  # looks that it takes as long to read a character of a pattern as
 
 
