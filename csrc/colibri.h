@@ -234,10 +234,10 @@ typedef struct clb_source { /* rows of a checkpoint's matrix, in memory, any ali
     int64_t rows, cols;
     int64_t row_bytes; /* from one row to the next */
     const uint8_t *data;
-    /* F8 (e4m3) and F4 (e2m1): the value of a code times the scale of its block; I8 and I4 (no sign):
-       the code less the block's zero, times its scale. Of four bits the first code is in the low
-       half of a byte. Blocks count from the matrix's own row 0, of which data[0] is row first_row;
-       of four bits they are an even number of weights wide, or the whole row. */
+    /* F8 (e4m3) and F4 (e2m1): the value of a code times the scale of its block; I8 and I4 (no
+       sign): the code less the block's zero, times its scale. Of four bits the first code is in the
+       low half of a byte. Blocks count from the matrix's own row 0, of which data[0] is row
+       first_row; of four bits they are an even number of weights wide, or the whole row. */
     const float *scales; /* [scale_rows][scale_cols] */
     const uint8_t *zeros; /* as many; NULL: half of the codes are negative */
     int64_t scale_rows, scale_cols, block_rows, block_cols, first_row;

@@ -520,8 +520,8 @@ static inline void to_f16_all(const float *x, int64_t n, uint8_t *y) {
 /* The entries of a table that are the same code for every instruction set. */
 #define CLB_NUMERICS_ENTRIES                                                                       \
     .quantize = quantize_all, .dequantize = dequantize_all, .to_f16 = to_f16_all,                  \
-    .dot = dot_lanes, .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all, .add = add_all,    \
-    .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,                    \
+    .dot = dot_lanes, .dots = dots_all, .axpy = axpy_all, .axpys = axpys_all, .scale = scale_all,  \
+    .add = add_all, .rmsnorm = rmsnorm_all, .layernorm = layernorm_all, .softmax = softmax_all,    \
     .sigmoid = sigmoid_all, .swiglu = swiglu_all, .rope = rope_all,                                \
     .index_scores = index_scores_all
 

@@ -96,7 +96,8 @@ void clb_scratch_free(clb_scratch *s) {
     if (!s) return;
     void *owned[] = {s->rows, s->angles, s->x, s->normed, s->branch, s->concat, s->q_latent,
                      s->query, s->absorbed, s->heads_out, s->new_keys, s->wide_keys,
-                     s->index_query, s->index_weight, s->index_score, s->index_order, s->gate, s->up, s->router, s->shared,
+                     s->index_query, s->index_weight, s->index_score, s->index_order,
+                     s->gate, s->up, s->router, s->shared,
                      s->pair_out, s->pairs, s->leases, s->runs, s->active_runs, s->active_pairs,
                      s->selected, s->selected_index, s->of_threads};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) clb_zeroed_free(owned[i]);
