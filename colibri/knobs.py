@@ -194,7 +194,8 @@ KNOBS = (
          "Tokens the context holds, prompt and answer together.",
          "up to 32768, less where the model's limit or memory says so", MACHINE, also=("CTX",)),
     Knob("kv_dtype", "--kv-dtype", Choice(("f32", "f16")),
-         "Numbers in the caches: f16 takes half of a context's memory, and rounds each to 11 bits.",
+         "Numbers in the caches: f16 takes half of a context's memory, and rounds each to 11 bits, "
+         "so that the text may differ.",
          "f32", MACHINE),
     Knob("ram", "--ram", Size(),
          "Memory for dense weights, caches and experts together; the run is refused when the first "
@@ -250,7 +251,8 @@ KNOBS = (
          "memory.",
          "up to 4, as a quarter of the memory allows", SERVER),
     Knob("keep", "--keep", Switch(),
-         "Save what the caches of all conversations hold when the server ends, and begin with it.",
+         "Save what the caches of all conversations hold when the server ends, in served of "
+         "COLIBRI_STATE, and begin with it.",
          "off", SERVER),
     Knob("queue", "--queue", Number(0, 4096, whole=True),
          "Requests that may wait; more are refused with status 429.", "32", SERVER),

@@ -93,6 +93,7 @@ def _too_small(
         f"process; {memory_size(least * unit)} is the least that works: free that much, or see by "
         f"--ram {least if letter else f'{least / 10:g}'}{letter} what a machine that has it does"
         + ("; a smaller --ctx needs less" if asked else "")
+        + (", and so does --kv-dtype f16" if asked and shape.kv_dtype == "f32" else "")
     )
 
 

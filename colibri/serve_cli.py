@@ -61,6 +61,9 @@ def _take_up(engine: Engine, state: State, terminal: Terminal) -> Kept:
 
     kept = Kept(engine, state, terminal.warning)
     kept.take_up(terminal.progress)
+    terminal.clear()
+    if kept.tokens:
+        terminal.note(f"colibri: {plural(kept.tokens, 'token')} of conversations are taken up")
     return kept
 
 
@@ -150,6 +153,8 @@ def _run(
 
 def _keep(kept: Kept, ended: bool, terminal: Terminal) -> None:
     if ended:
+        if kept.tokens:
+            terminal.note(f"colibri: saving {plural(kept.tokens, 'token')} of conversations")
         kept.save(terminal.progress)
         terminal.clear()
     else:

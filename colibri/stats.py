@@ -109,7 +109,8 @@ def line(receipt: Receipt, width: int | None = None) -> str:
     """The receipt in one line; in several of less than `width` columns, as in all of these."""
     proposed, accepted = receipt.drafts
     parts = [
-        f"prompt {plural(receipt.prompt_tokens, 'token')}{_per_second(receipt.prompt_rate)}",
+        f"prompt {plural(receipt.prompt_tokens, 'token')}{_reused(receipt)}"
+        f"{_per_second(receipt.prompt_rate)}",
         f"answer {plural(receipt.answer_tokens, 'token')}{_per_second(receipt.answer_rate)}",
         f"first after {_seconds(receipt.first_token_seconds)}",
     ]
@@ -203,14 +204,13 @@ def _cell(value: float) -> str:
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     counters = receipt.answer_counters
     both = {k: v + receipt.prompt_counters[k] for k, v in counters.items()}
-    reused = f", {receipt.reused_tokens} found in the cache" if receipt.reused_tokens else ""
     return [
         ("model", receipt.model),
         ("engine", f"{receipt.isa}, {plural(receipt.threads, 'thread')}, "
                    f"loaded in {_seconds(receipt.load_seconds)}, "
                    f"peak memory {memory_size(receipt.peak_bytes)}"),
         ("context", f"{receipt.read_tokens + receipt.answer_tokens} of {receipt.context} tokens"),
-        ("prompt", f"{plural(receipt.prompt_tokens, 'token')}{reused}, "
+        ("prompt", f"{plural(receipt.prompt_tokens, 'token')}{_reused(receipt)}, "
                    f"{_seconds(receipt.prompt_seconds)}{_per_second(receipt.prompt_rate)}"),
         ("answer", f"{plural(receipt.answer_tokens, 'token')}, {_seconds(receipt.answer_seconds)}"
                    f"{_per_second(receipt.answer_rate)}, "
@@ -254,6 +254,10 @@ def _drafts(receipt: Receipt) -> str:
     rate = f" ({100 * accepted / proposed:.0f}%)" if proposed else ""
     rule = "exact match" if receipt.sampling.greedy else receipt.mode
     return f"{receipt.drafter}, {accepted} of {proposed} kept{rate}, {rule}"
+
+
+def _reused(receipt: Receipt) -> str:
+    return f", {receipt.reused_tokens} found in the cache" if receipt.reused_tokens else ""
 
 
 def _each(receipt: Receipt) -> str:

@@ -45,7 +45,7 @@ def test_conversations_come_back(tmp_path):
     assert tokens(second) == [*PROMPTS, []] and not said
     third = kept(tmp_path, said)
     assert tokens(third) == [[], [], []]
-    assert len(said) == 3 and all("is open in another colibri" in line for line in said)
+    assert len(said) == 1 and "3 conversations of 3 will not be kept: another server" in said[0]
     third.slots[0].session.prefill([1, 2, 3])
     end(third)  # it has no place
     session, longer = second.slots[0].session, [*PROMPTS[0], 7, 8]
@@ -57,30 +57,45 @@ def test_conversations_come_back(tmp_path):
 
 
 def test_what_does_not_fit(tmp_path):
-    """A smaller context and caches of other numbers begin anew, with a warning that says why."""
+    """In a smaller context a conversation is left as it is, with a warning that says why; caches of
+    other numbers have places of their own; rows that are damaged begin anew."""
     said: list[str] = []
     first = kept(tmp_path, said)
     first.slots[0].session.prefill(PROMPTS[0])
     end(first)
     second = kept(tmp_path, said, context="32")
     assert tokens(second) == [[], [], []] and "50 tokens and the context holds 32" in said.pop()
+    for slot in second.slots:
+        slot.session.prefill([1, 2, 3])
     end(second)
     third = kept(tmp_path, said, kv_dtype="f16")
-    assert tokens(third) == [[], [], []] and "--kv-dtype f32" in said.pop()
+    assert tokens(third) == [[], [], []]
     third.slots[0].session.prefill(PROMPTS[1])
     end(third)
+    fourth = kept(tmp_path, said)
+    assert tokens(fourth) == [PROMPTS[0], [1, 2, 3], [1, 2, 3]] and not said
+    end(fourth)
     assert tokens(kept(tmp_path, said, kv_dtype="f16"))[0] == PROMPTS[1] and not said
+    (rows,) = tmp_path.glob("served/*-f32/1/rows-*")
+    rows.write_bytes(rows.read_bytes()[:-1] + b"x")
+    fifth = kept(tmp_path, said)
+    assert tokens(fifth) == [[], [1, 2, 3], [1, 2, 3]]
+    assert "begins anew" in said.pop() and not said
+    fifth.slots[0].session.prefill([4, 5])
+    end(fifth)
+    assert tokens(kept(tmp_path, said))[0] == [4, 5]
 
 
 def test_nowhere_to_keep(tmp_path):
-    """Without a state directory there is an error at the start; one that cannot be written is told
-    at the end, once."""
+    """Without a state directory that can be written there is an error at the start."""
     with pytest.raises(StateError, match="COLIBRI_STATE is off"):
         kept(None, [])
-    said: list[str] = []
     (tmp_path / "file").touch()
-    server = kept(tmp_path / "file", said)
-    for slot in server.slots:
-        slot.session.prefill(PROMPTS[0])
-    end(server)
-    assert [line for line in said if line.startswith("a conversation cannot be kept")] == said[-1:]
+    with pytest.raises(StateError, match="cannot be made"):
+        kept(tmp_path / "file", [])
+    end(kept(tmp_path, []))
+    for lock in tmp_path.glob("served/*/*/lock"):
+        lock.unlink()
+        lock.mkdir()  # as good as a directory that may only be read
+    with pytest.raises(StateError, match="cannot be written; leave out --keep"):
+        kept(tmp_path, [])
